@@ -1,0 +1,79 @@
+"""What a training backend must be able to do. `tests/contract/test_train_backends.py` checks every registered one.
+
+Every rank of the role holds one backend, and every method marked *collective* must be called on all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from drumroll.config.models import TrainerConfig
+from drumroll.types import Batch, RankInfo, TokenLoss
+
+
+Loss = Callable[[Tensor, Batch], TokenLoss]
+"""(logp [T] with gradient, batch) → TokenLoss. `batch.old_logp` is never None here."""
+
+Metrics = dict[str, float]
+
+
+class TrainBackend(ABC):
+    """One rank of a trained model."""
+
+    def __init__(self, config: TrainerConfig, model_folder: Path, dtype: str, total_updates: int, seed: int) -> None:
+        """`dtype` is what passes compute in (`float32`, `bfloat16`); `total_updates` is where schedules end."""
+        self.config = config
+        self.model_folder = model_folder
+        self.dtype = dtype
+        self.total_updates = total_updates
+        self.seed = seed
+
+    @abstractmethod
+    def setup(self, rank: RankInfo) -> None:
+        """Collective. Join the other ranks and load the model."""
+
+    @abstractmethod
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Collective. [T] float32 on the CPU: log-probability of each token under its trajectory's sampling settings; 0 outside `loss_mask`."""
+
+    @abstractmethod
+    def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
+        """Collective. One optimizer update for each batch; every rank passes its shard of each.
+
+        Over all ranks the weights of a batch sum to 1 (or to 0: then the update is a no-op); the gradient is that of the sum over all ranks'
+        tokens of weight × loss, whatever the number of ranks and micro-batches. Where a batch has no `old_logp`, the
+        log-probabilities of that very pass, without gradient, take its place."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective. Full tensors by their Hugging Face names, in a fixed order, each valid until the next one is asked for.
+        Shared tensors appear once, under the name that the model's safetensors file uses."""
+
+    @abstractmethod
+    def remember(self, name: str) -> None:
+        """Keep a copy of weights, optimizer and schedule in host memory under a name."""
+
+    @abstractmethod
+    def recall(self, name: str) -> None:
+        """Go back to a remembered state."""
+
+    @abstractmethod
+    def set_schedule(self, lr: float, total_updates: int) -> None:
+        """Start a new phase: fresh optimizer state, this peak learning rate, update count from 0."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Collective. Rank 0 writes a Hugging Face folder: config, tokenizer, safetensors."""
+
+    @abstractmethod
+    def to(self, where: Literal["device", "host"]) -> None:
+        """Move weights, gradients and optimizer state to the device or to host memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other ranks and free everything."""

@@ -1,0 +1,369 @@
+"""The sections of a config file. A field's docstring is its help text; validators check and never change anything."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, GetCoreSchemaHandler, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from drumroll.errors import PluginError
+from drumroll.registry import REGISTRY, Options, Variant
+from drumroll.types import Sampling
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class VariantOf:
+    """Annotation of a field whose mapping is checked by the schema of the registered entry that its `kind` names."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def pick(value: Any) -> Any:
+            if isinstance(value, str):
+                value = {"kind": value}
+            if not isinstance(value, dict):
+                return value
+            default = source.model_fields["kind"].default
+            kind = value.get("kind", default)
+            if not isinstance(kind, str):
+                known = ", ".join(REGISTRY.names(self.family))
+                raise PydanticCustomError("kind_missing", "needs `kind`, one of: {known}", {"known": known})
+            try:
+                schema = REGISTRY.lookup(self.family, kind).schema(source)
+            except PluginError as error:
+                raise PydanticCustomError("unknown_kind", "{message}", {"message": str(error)}) from error
+            return schema.model_validate({**value, "kind": kind})
+
+        return core_schema.no_info_before_validator_function(pick, handler(source))
+
+
+class ScratchConfig(Options):
+    """A model with random weights and a character tokenizer."""
+
+    architecture: str = "llama"
+    """Any causal LM architecture of transformers, by its `model_type`."""
+    characters: str
+    """Every character that the tokenizer knows, each one token."""
+    config: dict[str, Any] = {}
+    """Fields of the architecture's own config, for example `hidden_size`."""
+
+
+class ModelConfig(Options):
+    """Which model is trained: a Hugging Face folder, a hub id, or one made from scratch."""
+
+    path: str | None = None
+    """Folder, or hub id such as `org/name`."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id."""
+    scratch: ScratchConfig | None = None
+    """Make the model instead of loading one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What forward passes compute in. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+
+    @model_validator(mode="after")
+    def one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.scratch is None):
+            raise ValueError("give either `path` (a folder or hub id) or `scratch` (make a model), and not both")
+        return self
+
+
+class SourceConfig(Options):
+    """Where tasks come from: a JSON-lines or Parquet file, a folder, or a Hugging Face dataset id."""
+
+    path: str
+    """File, folder, or hub id such as `org/name`."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id."""
+    split: str | None = None
+    """Split of a dataset folder, for example `train`."""
+    prompt_field: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    id_field: str | None = None
+    """Column that names each row; the row's number otherwise."""
+    domain: str = "default"
+    """Domain of these tasks, unless a column `domain` says otherwise."""
+    limit: PositiveInt | None = None
+    """Take only the first rows."""
+
+
+class DataConfig(Options):
+    """The tasks to train on and the held-out ones to evaluate on."""
+
+    train: SourceConfig
+    """Tasks that rollouts draw from."""
+    heldout: SourceConfig | None = None
+    """Tasks that training never sees."""
+
+
+class SamplingConfig(Options):
+    """How tokens are drawn. The defaults sample from the model's own distribution."""
+
+    max_new_tokens: PositiveInt = 128
+    """Budget of one reply."""
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """1.0 is off."""
+    top_k: NonNegativeInt = 0
+    """0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a reply, in addition to the model's own."""
+
+    def resolve(self, **changes: Any) -> Sampling:
+        return Sampling(**{**self.model_dump(), **changes})
+
+
+class RolloutConfig(Options):
+    """What one step asks of the rollouts."""
+
+    groups_per_step: PositiveInt = 32
+    """Tasks attempted in each step."""
+    group_size: PositiveInt = 8
+    """Attempts at each task."""
+    max_staleness: Literal[0] = 0
+    """How many versions old a trained token may be; 0 is synchronous."""
+    max_turns: PositiveInt = 1
+    """Replies in one episode."""
+    max_tokens: PositiveInt | None = None
+    """Tokens in one episode, observations included; the engine's context length otherwise."""
+    sampling: SamplingConfig = SamplingConfig()
+    num_env_workers: PositiveInt = 1
+    """Processes that run episodes."""
+    deadline_s: PositiveFloat = 600.0
+    """One episode may take this long."""
+    max_attempts: PositiveInt = 3
+    """Leases of one sample before its failures stop the run."""
+
+
+class EnvConfig(Variant):
+    """Base of every environment's options."""
+
+    kind: str = "single_turn"
+
+
+class RewardConfig(Variant):
+    """Base of every reward's options."""
+
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    success_at: float | None = None
+    """The sample counts as a success when this reward is at least this much."""
+
+
+class AdvantageConfig(Variant):
+    """Base of every advantage's options."""
+
+
+class LossConfig(Variant):
+    """Base of every loss's options."""
+
+
+class KlConfig(Options):
+    """A pull towards the reference model."""
+
+    coef: PositiveFloat
+    """Weight of the KL term in the loss."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1: log-ratio; k2: half its square; k3: the unbiased positive one."""
+
+
+class TrainerConfig(Variant):
+    """Base of every training backend's options: the optimizer and the size of its bites."""
+
+    kind: str = "fsdp2"
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: nothing, or a decay to `min_lr_ratio` at the last update."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates over which the learning rate rises from 0."""
+    min_lr_ratio: Fraction = 0.0
+    """Where a decay ends, as a share of `lr`."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens in one forward and backward pass; a longer trajectory gets a pass of its own."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+
+class EngineConfig(Variant):
+    """Base of every inference backend's options."""
+
+    kind: str = "native"
+    num_slots: PositiveInt = 64
+    """Requests that one engine decodes at the same time."""
+    context_tokens: PositiveInt | None = None
+    """Longest prompt plus reply; the model's own limit otherwise."""
+
+
+EnvChoice = Annotated[SerializeAsAny[EnvConfig], VariantOf("env")]
+RewardChoice = Annotated[SerializeAsAny[RewardConfig], VariantOf("reward")]
+AdvantageChoice = Annotated[SerializeAsAny[AdvantageConfig], VariantOf("advantage")]
+LossChoice = Annotated[SerializeAsAny[LossConfig], VariantOf("loss")]
+TrainerChoice = Annotated[SerializeAsAny[TrainerConfig], VariantOf("train_backend")]
+EngineChoice = Annotated[SerializeAsAny[EngineConfig], VariantOf("infer_backend")]
+
+
+class AlgoConfig(Options):
+    """How rewards become an update."""
+
+    advantage: AdvantageChoice = Field(default={"kind": "grpo"}, validate_default=True)  # type: ignore[assignment]
+    loss: LossChoice = Field(default={"kind": "ppo_clip"}, validate_default=True)  # type: ignore[assignment]
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    """token_mean: every token of the update counts the same; sequence_mean: every trajectory; constant_length: tokens are
+    divided by trajectories times `rollout.sampling.max_new_tokens`, so that length changes nothing."""
+    kl: KlConfig | None = None
+    updates_per_step: PositiveInt = 1
+    """Optimizer updates that each step's trajectories are divided into."""
+    epochs_per_step: PositiveInt = 1
+    """Passes over each step's trajectories."""
+
+
+class SftConfig(Options):
+    """Supervised fine-tuning on demonstrations: rows with a prompt and a completion."""
+
+    data: SourceConfig
+    completion_field: str = "completion"
+    """Column with the reply to imitate."""
+    steps: PositiveInt = 100
+    """Optimizer updates."""
+    batch_size: PositiveInt = 64
+    """Demonstrations in one update."""
+    lr: PositiveFloat | None = None
+    """Learning rate of this phase; `trainer.lr` otherwise."""
+
+
+class WarmupConfig(SftConfig):
+    """Supervised fine-tuning before RL, on the same trainer."""
+
+    compare: bool = False
+    """After RL, go back to the warmed-up weights, spend RL's compute on more of the same demonstrations, and report both."""
+
+
+class EvalConfig(Options):
+    """Evaluation on the held-out tasks, before, during and after training."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0: only before and after."""
+    num_tasks: PositiveInt | None = None
+    """Take only the first held-out tasks; all otherwise."""
+    samples_per_task: PositiveInt = 1
+    """Attempts at each task at the training temperature; one more is greedy."""
+
+
+class WandbConfig(Options):
+    """Metrics to Weights & Biases (`pip install wandb`)."""
+
+    project: str = "drumroll"
+    mode: Literal["online", "offline"] = "offline"
+
+
+class TrackioConfig(Options):
+    """Metrics to trackio (`pip install trackio`)."""
+
+    project: str = "drumroll"
+
+
+class RecordConfig(Options):
+    """What a run leaves behind besides its config, metrics and trajectories."""
+
+    tensorboard: bool = True
+    wandb: WandbConfig | None = None
+    trackio: TrackioConfig | None = None
+    checkpoint_every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only the last one."""
+
+
+class DeviceRequest(Options):
+    """Devices of a role, where a plain range does not say enough."""
+
+    where: dict[str, str] = {}
+    """Only nodes whose labels match, for example `{gpu: L40S}`."""
+    take: str | int | tuple[int, ...] | None = None
+    """Which of those devices, counted over the matching nodes: `0-3`, `[0, 2]`, or a number of devices; all otherwise."""
+
+
+DeviceSpec = str | int | tuple[int, ...] | DeviceRequest
+
+
+class RayConfig(Options):
+    """The Ray instance that workers run on."""
+
+    address: str | None = None
+    """None starts a private one on this machine; `auto` or `host:port` joins a cluster."""
+    cpu_slots: PositiveInt | None = None
+    """Without GPUs, how many devices each machine stands for; its cores otherwise."""
+    object_store_mib: PositiveInt = 512
+    """Shared memory of a private instance."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Workers must be up after this long."""
+
+
+class ParallelConfig(Options):
+    """How many devices one instance of the role spans; the rest of its devices hold further instances."""
+
+    tp: PositiveInt = 1
+    """Tensor parallel."""
+
+
+Role = Literal["actor_train", "actor_infer", "reference", "critic", "reward", "environment"]
+
+
+class RunConfig(Options):
+    """Fields of every pipeline."""
+
+    name: str = "run"
+    """Short name of the run, part of the default run folder's."""
+    seed: NonNegativeInt = 0
+    """Root of all randomness."""
+    run_dir: str | None = None
+    """Folder of the run; `runs/<name>-<time>` otherwise. One that already holds a run is refused."""
+    plugins: tuple[str, ...] = ()
+    """Modules or files that register extensions, imported before the config is checked."""
+    model: ModelConfig
+    trainer: TrainerChoice = Field(default={"kind": "fsdp2"}, validate_default=True)  # type: ignore[assignment]
+    devices: Literal["auto"] | dict[Role, DeviceSpec] = "auto"
+    """Which devices each role gets: `auto`, or for example `{actor_train: 0-3, actor_infer: 0-7, reward: cpu}`."""
+    parallel: dict[Role, ParallelConfig] = {}
+    """Parallel sizes by role."""
+    ray: RayConfig = RayConfig()
+    record: RecordConfig = RecordConfig()
+
+
+class SftRunConfig(RunConfig):
+    """The `sft` pipeline: imitate demonstrations."""
+
+    pipeline: Literal["sft"]
+    sft: SftConfig
+    heldout: SourceConfig | None = None
+    """Demonstrations whose loss is reported and never trained on."""
+
+
+class RlConfig(RunConfig):
+    """The `rl` pipeline: roll out, score, learn, hand the new weights over."""
+
+    pipeline: Literal["rl"]
+    max_steps: PositiveInt
+    data: DataConfig
+    env: EnvChoice = Field(default={"kind": "single_turn"}, validate_default=True)  # type: ignore[assignment]
+    rewards: tuple[RewardChoice, ...] = ()
+    """Summed with their weights. An environment that gives rewards itself needs none."""
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)  # type: ignore[assignment]
+    warmup: WarmupConfig | None = None
+    eval: EvalConfig = EvalConfig()

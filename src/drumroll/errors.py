@@ -1,0 +1,81 @@
+"""Every exception that drumroll raises on purpose.
+
+    DrumrollError
+    ├── UserError                  the caller's mistake: shown without a traceback, exit code 2
+    │   ├── ConfigError            a key, value or combination in the config
+    │   ├── PlanError              a device map that does not fit the pool
+    │   ├── DataError              a dataset that is missing, broken or lacks a column
+    │   ├── ModelError             a model or tokenizer folder that cannot be used
+    │   ├── PluginError            a registered name or import path that cannot be resolved
+    │   └── RunFolderError         a run folder that already holds a run, or does not
+    ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
+    │   └── WorkerLost             the worker's process or node is gone
+    ├── WeightSyncError            weights that did not arrive as they were sent
+    └── RolloutError               rollouts that can no longer deliver what the step needs
+
+`PolicyFault` stands apart: an environment raises it when the model's own action broke it. It is a verdict, not a failure.
+
+Every class is built from its message alone, so that each survives pickling between processes.
+"""
+
+from __future__ import annotations
+
+
+class DrumrollError(Exception):
+    """Base of everything that drumroll raises on purpose."""
+
+
+class UserError(DrumrollError):
+    """Something the user can put right: the message says what, where and how."""
+
+
+class ConfigError(UserError):
+    """A config key, value or combination that cannot be accepted."""
+
+
+class PlanError(UserError):
+    """A device map that does not fit the pool."""
+
+
+class DataError(UserError):
+    """A dataset that is missing, broken, or lacks a needed column."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer folder that cannot be used."""
+
+
+class PluginError(UserError):
+    """A registered name or import path that cannot be resolved."""
+
+
+class RunFolderError(UserError):
+    """A run folder that already holds a run, or one that holds none."""
+
+
+class WorkerError(DrumrollError):
+    """An exception raised inside a worker; the message names role, rank, node and the remote traceback."""
+
+
+class WorkerLost(WorkerError):
+    """A worker whose process or node is gone."""
+
+
+class WeightSyncError(DrumrollError):
+    """Weights that did not arrive as they were sent."""
+
+
+class RolloutError(DrumrollError):
+    """Rollouts that can no longer deliver what the step needs."""
+
+
+class PolicyFault(Exception):
+    """Raised by an environment whose episode the model's own action broke; the episode ends with this reward and trains.
+
+    Example: `raise PolicyFault(-1.0, "the move left the board")`.
+    """
+
+    def __init__(self, reward: float, reason: str = "") -> None:
+        super().__init__(reward, reason)
+        self.reward = reward
+        self.reason = reason

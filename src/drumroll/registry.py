@@ -1,0 +1,230 @@
+"""Names that configs may use: `kind: <name>` → the function or class behind it, with a schema for its options.
+
+A stateless extension is a function whose keyword-only arguments are its options. A stateful one is a class with a nested
+`Config`. Both are registered by the same decorator:
+
+    @register.reward("exact_match")
+    def exact_match(trajectory: Trajectory, *, field: str = "answer") -> float: ...
+
+`kind:` takes a registered name, `package.module:function`, or `./file.py:function` (`./file.py` alone when the file holds
+one fitting function). Built-in names map to modules that are imported on first use, so that looking one up costs only what
+the config names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, create_model
+
+from drumroll.errors import PluginError
+
+T = TypeVar("T")
+
+
+class Options(BaseModel):
+    """Base of every config section: unknown keys are errors, values are frozen, the docstring under a field is its help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Variant(Options):
+    """A section whose `kind` names a registered entry; that entry's schema checks the remaining keys."""
+
+    kind: str
+    """Registered name, `package.module:name`, or `./file.py:name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One registered function or class."""
+
+    family: str
+    name: str
+    target: Callable[..., Any]
+    needs: tuple[str, ...] = ()
+    """What a batch must carry for it, for example `("values",)` or `("ref_logp",)`."""
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.target) or "").split("\n")[0]
+
+    def schema(self, base: type[Variant]) -> type[Variant]:
+        """The option model: the class's own `Config`, or one made from the function's keyword-only arguments."""
+        nested = getattr(self.target, "Config", None)
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            if not issubclass(nested, base):
+                raise PluginError(f"{self.family} '{self.name}': its nested Config must extend {base.__module__}.{base.__qualname__}.")
+            return nested
+        hints = get_type_hints(inspect.unwrap(self.target)) if inspect.isfunction(self.target) else {}
+        options: dict[str, Any] = {}
+        for parameter in inspect.signature(self.target).parameters.values():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+                options[parameter.name] = (hints.get(parameter.name, Any), default)
+        return create_model(f"{self.name}_options", __base__=base, **options)
+
+
+# Built-in names and the modules that register them; `drumroll list` reads this table.
+BUILT_IN: dict[str, dict[str, str]] = {
+    "env": {"single_turn": "drumroll.envs.single_turn"},
+    "reward": {
+        "exact_match": "drumroll.rewards.exact_match",
+        "contains_word": "drumroll.rewards.contains_word",
+    },
+    "advantage": dict.fromkeys(("grpo", "rloo", "reinforce"), "drumroll.algo.advantage"),
+    "loss": dict.fromkeys(("ppo_clip", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"),
+    "infer_backend": {"native": "drumroll.backends.infer.native"},
+    "train_backend": {"fsdp2": "drumroll.backends.train.fsdp2"},
+}
+
+FAMILIES = tuple(BUILT_IN)
+
+
+@dataclass
+class Registry:
+    """The table behind `register`. One per process."""
+
+    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    shipped: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions handed over as Python objects (`python:<name>`), see `drumroll.train`."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Plugin files by the path the config uses → their source, so that workers need no copy on disk."""
+
+    def add(self, family: str, name: str, needs: Iterable[str] = ()) -> Callable[[T], T]:
+        def decorate(target: T) -> T:
+            known = self.entries.get((family, name))
+            if known is not None and _origin(known.target) != _origin(target):
+                raise PluginError(
+                    f"{family} '{name}' is registered twice: by {_origin(known.target)} and by {_origin(target)}. Choose another name."
+                )
+            self.entries[family, name] = Entry(family, name, target, tuple(needs))  # type: ignore[arg-type]
+            return target
+
+        return decorate
+
+    def names(self, family: str) -> list[str]:
+        own = (name for kind, name in self.entries if kind == family)
+        return sorted({*BUILT_IN[family], *own})
+
+    def lookup(self, family: str, kind: str) -> Entry:
+        """The entry behind `kind`; a `PluginError` that names the nearest known one when there is none."""
+        if (family, kind) not in self.entries and kind in BUILT_IN[family]:
+            importlib.import_module(BUILT_IN[family][kind])
+        if (family, kind) in self.entries:
+            return self.entries[family, kind]
+        if kind.startswith("python:"):
+            return self._shipped(family, kind)
+        path, _, name = kind.partition(":")
+        if path.endswith(".py"):
+            return self._from_module(family, kind, self.load_file(path), name)
+        if name:
+            return self._from_module(family, kind, import_plugin(path), name)
+        raise PluginError(self._unknown(family, kind))
+
+    def load_file(self, path: str) -> Any:
+        """Import a plugin file, from its recorded source where there is one."""
+        source = self.files.get(path)
+        if source is None:
+            try:
+                source = Path(path).read_text()
+            except OSError as error:
+                raise PluginError(f"plugin file '{path}' cannot be read: {error}. Paths are relative to the working directory.") from error
+            self.files[path] = source
+        name = "drumroll_plugin_" + hashlib.sha256(source.encode()).hexdigest()[:16]
+        if name in sys.modules:
+            return sys.modules[name]
+        module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))  # type: ignore[arg-type]
+        module.__file__ = path
+        sys.modules[name] = module
+        try:
+            exec(compile(source, path, "exec"), module.__dict__)  # a plugin is code that the user asked to run
+        except Exception as error:
+            del sys.modules[name]
+            raise PluginError(f"plugin file '{path}' fails while it is imported: {type(error).__name__}: {error}") from error
+        return module
+
+    def _shipped(self, family: str, kind: str) -> Entry:
+        name = kind.removeprefix("python:")
+        if name not in self.shipped:
+            raise PluginError(
+                f"{family} '{kind}' was a Python object of the process that started the run and is not here. "
+                f"Name it by import path or file instead."
+            )
+        return Entry(family, kind, self.shipped[name])
+
+    def _from_module(self, family: str, kind: str, module: Any, name: str) -> Entry:
+        if not name:
+            own = [e for (f, _), e in self.entries.items() if f == family and getattr(e.target, "__module__", "") == module.__name__]
+            if len(own) == 1:
+                return own[0]
+            functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and n[0] != "_"]
+            if len(functions) != 1:
+                raise PluginError(f"'{kind}' holds {len(functions)} functions ({', '.join(functions) or 'none'}): say which, as '{kind}:name'.")
+            name = functions[0]
+        target = getattr(module, name, None)
+        if not callable(target):
+            known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+            raise PluginError(f"'{kind}': {module.__name__} has no function or class '{name}'.{nearest(name, known)}")
+        registered = [e for (f, _), e in self.entries.items() if f == family and e.target is target]
+        return registered[0] if registered else Entry(family, kind, target)
+
+    def _unknown(self, family: str, kind: str) -> str:
+        names = self.names(family)
+        noun = family.replace("_", " ")
+        article = "an" if noun[0] in "aeiou" else "a"
+        return (
+            f"no {noun} named '{kind}'.{nearest(kind, names)} Known: {', '.join(names)}. If {article} {noun} of that name is yours, "
+            f"list its module under `plugins`, or name it as 'package.module:function' or './file.py:function'."
+        )
+
+
+REGISTRY = Registry()
+
+
+class register:  # noqa: N801 - reads as a verb: @register.reward("name")
+    """The decorators."""
+
+    env = partial(REGISTRY.add, "env")
+    reward = partial(REGISTRY.add, "reward")
+    advantage = partial(REGISTRY.add, "advantage")
+    loss = partial(REGISTRY.add, "loss")
+    infer_backend = partial(REGISTRY.add, "infer_backend")
+    train_backend = partial(REGISTRY.add, "train_backend")
+
+
+def import_plugin(module: str) -> Any:
+    """Import a module that a config names, or say why it cannot be."""
+    if module.endswith(".py"):
+        return REGISTRY.load_file(module)
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise PluginError(
+            f"'{module}' cannot be imported: {type(error).__name__}: {error}. Is it installed, or in the working directory?"
+        ) from error
+
+
+def bind(entry: Entry, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The entry's function with its options filled in."""
+    return partial(entry.target, **options)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing when nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _origin(target: Any) -> str:
+    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', target)}"

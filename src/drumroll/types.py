@@ -1,0 +1,316 @@
+"""The nouns that every part of drumroll shares: task → trajectory (of turns) → group → batch.
+
+Shapes are written once, here. Legend: L tokens of one trajectory, T tokens of a batch, N trajectories of a batch.
+A value "of token t" stands at index t, so `logp[t]` is the log-probability of token t given all tokens before it.
+This module imports neither torch nor ray; `Batch` holds tensors that others made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Message = Mapping[str, Any]
+"""One chat message, for example `{"role": "user", "content": "2+2?"}`."""
+
+StopReason = Literal["stop", "length", "done", "turns", "policy_fault", "aborted", "deadline", "failed"]
+"""Why a trajectory ended.
+
+stop: the policy ended its last reply by a stop token or string and the environment was done; length: the token budget was
+spent; done: the environment ended the episode; turns: the turn budget was spent; policy_fault: the policy's action broke the
+environment; aborted: no longer wanted; deadline and failed: infrastructure, never trained on."""
+
+
+class Version(NamedTuple):
+    """Published weights. Resume and rollback raise the incarnation, so that older leftovers are recognised."""
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem: a dataset row or an environment seed.
+
+    Example: `Task(id="train-17", prompt="sort 3142=", data={"answer": "1234"})`.
+    """
+
+    id: str
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    domain: str = "default"
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. The defaults sample from the model's own distribution."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own end tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A stretch of a trajectory's tokens, `token_ids[start:end]`, by one author."""
+
+    author: Literal["environment", "policy"]
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One attempt at a task, exactly as it was sampled.
+
+    Example: prompt tokens [5, 6, 7], reply tokens [8, 2]: `token_ids` = [5, 6, 7, 8, 2], `loss_mask` = [0, 0, 0, 1, 1].
+    """
+
+    sample_id: str
+    """`<phase>/<step>/<task id>/<sample>`: unique in a run."""
+    group_id: str
+    task: Task
+    turns: tuple[Turn, ...]
+    token_ids: NDArray[np.int32]
+    """[L]"""
+    loss_mask: NDArray[np.bool_]
+    """[L] True where the policy sampled the token."""
+    logp: NDArray[np.float32]
+    """[L] Log-probability each token was really sampled at; 0 where `loss_mask` is False."""
+    token_version: NDArray[np.int32]
+    """[L] `Version.step` of the weights that sampled each token; -1 where `loss_mask` is False."""
+    sampling: Sampling
+    seed: int
+    reward: float | None
+    """Weighted sum of the reward parts; None when there is no verdict."""
+    stop_reason: StopReason
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    success: bool | None = None
+    """The environment's or the rewards' own statement; never inferred from the episode having ended."""
+    error: str = ""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds since the epoch of each event of its life, and durations ending in `_s`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def last_reply(self) -> str:
+        """Text of the policy's last turn, without end tokens and stop strings."""
+        return next((turn.text for turn in reversed(self.turns) if turn.author == "policy"), "")
+
+    @property
+    def text(self) -> str:
+        """All turns joined."""
+        return "".join(turn.text for turn in self.turns)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has a verdict and tokens of the policy: nothing else enters training."""
+        return self.reward is not None and self.stop_reason not in ("aborted", "deadline", "failed") and bool(self.loss_mask.any())
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The attempts at one task that an advantage is computed over, as metadata; their tokens travel by reference."""
+
+    group_id: str
+    samples: tuple[SampleInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInfo:
+    """What the controller knows of a sample: a few hundred bytes, never its tokens."""
+
+    sample_id: str
+    group_id: str
+    task_id: str
+    domain: str
+    reward: float | None
+    success: bool | None
+    stop_reason: StopReason
+    num_prompt_tokens: int
+    num_new_tokens: int
+    oldest_version: int
+    reward_parts: Mapping[str, float]
+    metrics: Mapping[str, float]
+    timings: Mapping[str, float]
+    error: str = ""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> SampleInfo:
+        versions = trajectory.token_version[trajectory.loss_mask]
+        num_new_tokens = trajectory.num_new_tokens
+        return cls(
+            sample_id=trajectory.sample_id,
+            group_id=trajectory.group_id,
+            task_id=trajectory.task.id,
+            domain=trajectory.task.domain,
+            reward=trajectory.reward,
+            success=trajectory.success,
+            stop_reason=trajectory.stop_reason,
+            num_prompt_tokens=len(trajectory.token_ids) - num_new_tokens,
+            num_new_tokens=num_new_tokens,
+            oldest_version=int(versions.min()) if len(versions) else -1,
+            reward_parts=trajectory.reward_parts,
+            metrics=trajectory.metrics,
+            timings=trajectory.timings,
+            error=trajectory.error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """N trajectories packed end to end into T tokens; nothing is padded.
+
+    Example: two trajectories of 3 and 2 tokens: `offsets` = [0, 3, 5], `position_ids` = [0, 1, 2, 0, 1].
+    """
+
+    sample_ids: tuple[str, ...]
+    token_ids: Tensor
+    """[T] int64"""
+    position_ids: Tensor
+    """[T] int64, from 0 in every trajectory."""
+    offsets: Tensor
+    """[N+1] int64: trajectory n owns tokens offsets[n]:offsets[n+1]."""
+    loss_mask: Tensor
+    """[T] bool: tokens that the loss may touch. The first token of a trajectory never is."""
+    weight: Tensor
+    """[T] float32: what each token's loss counts for in the update. 0 outside `loss_mask`. Because it is fixed before
+    the batch is split, the gradient does not depend on how it is split."""
+    behaviour_logp: Tensor
+    """[T] float32: log-probability each token was sampled at."""
+    token_version: Tensor
+    """[T] int64"""
+    rewards: Tensor
+    """[N] float32"""
+    group_index: Tensor
+    """[N] int64: trajectories with the same number belong to one group."""
+    temperature: Tensor
+    """[N] float32: the sampling settings, so that the trainer's log-probabilities are of the sampled distribution."""
+    top_p: Tensor
+    """[N] float32"""
+    top_k: Tensor
+    """[N] int64"""
+    advantages: Tensor | None = None
+    """[T] float32"""
+    old_logp: Tensor | None = None
+    """[T] float32: the trainer's log-probabilities before the step's first update."""
+    ref_logp: Tensor | None = None
+    """[T] float32"""
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each trajectory."""
+        bounds = self.offsets.tolist()
+        return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+
+    def with_fields(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> Self:
+        moved = {f.name: value.to(device) for f in fields(self) if hasattr(value := getattr(self, f.name), "to")}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """What a loss says of a batch: a loss for every token, and named values of every token to report."""
+
+    loss: Tensor
+    """[T]; the trainer sums it with `batch.weight`."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """[T] each, without gradient; reported as means over the loss mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenRequest:
+    """One reply to generate: after `token_ids` (prompt) and `sampled` (tokens of this reply that exist already)."""
+
+    id: str
+    token_ids: Sequence[int]
+    sampling: Sampling
+    seed: int
+    sampled: Sequence[int] = ()
+    """Already sampled prefix of the reply; noise continues at index len(sampled), and the budget counts them."""
+    deadline_s: float | None = None
+    """Seconds from submission after which the engine gives up with finish reason `deadline`."""
+
+
+FinishReason = Literal["stop", "length", "aborted", "deadline", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one request since the last poll. The last chunk of a request has a finish reason, and comes exactly once."""
+
+    id: str
+    token_ids: list[int]
+    logp: list[float]
+    token_version: list[int]
+    finish: FinishReason | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine reports of itself."""
+
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    version: Version
+    num_tokens_total: int = 0
+    """Tokens generated since the start."""
+    busy_s_total: float = 0.0
+    """Seconds spent computing since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A worker's place in its role."""
+
+    role: str
+    rank: int
+    world: int
+    device: str
+    """`cpu` or `cuda:0`."""
+    node: str = ""
+    rendezvous: str = ""
+    """`host:port` where the role's ranks meet; empty when there is one rank."""
+
+
+def sample_seed(root_seed: int, *parts: str | int) -> int:
+    """A 63-bit seed that depends on every part and on nothing else: the same on every machine and in every process."""
+    text = "\x1f".join([str(root_seed), *map(str, parts)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
