@@ -11,6 +11,7 @@
     ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
     │   └── WorkerLost             the worker's process or node is gone
     ├── WeightSyncError            weights that did not arrive as they were sent
+    ├── RewardError                a reward that failed, took too long or returned no number: no verdict, never a zero
     └── RolloutError               rollouts that can no longer deliver what the step needs
 
 `PolicyFault` stands apart: an environment raises it when the model's own action broke it. It is a verdict, not a failure.
@@ -63,6 +64,10 @@ class WorkerLost(WorkerError):
 
 class WeightSyncError(DrumrollError):
     """Weights that did not arrive as they were sent."""
+
+
+class RewardError(DrumrollError):
+    """A reward that failed, took too long, or returned something that is no reward."""
 
 
 class RolloutError(DrumrollError):

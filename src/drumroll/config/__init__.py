@@ -1,0 +1,1 @@
+"""Config files: sections in `models`, reading and checking in `load`. Imports neither torch nor ray."""

@@ -367,3 +367,20 @@ class RlConfig(RunConfig):
     engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)  # type: ignore[assignment]
     warmup: WarmupConfig | None = None
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def sections_fit(self) -> RlConfig:
+        if not self.rewards and self.env.kind == "single_turn":
+            raise ValueError("`rewards` is empty and `env.kind` is single_turn, which gives none: name at least one reward")
+        if self.data.heldout is None:
+            if self.eval.every:
+                raise ValueError("`eval.every` is set but `data.heldout` names no tasks to evaluate on")
+            if self.warmup and self.warmup.compare:
+                raise ValueError("`warmup.compare` is set but `data.heldout` names no tasks to compare on")
+        samples = self.rollout.groups_per_step * self.rollout.group_size
+        if self.algo.updates_per_step > samples:
+            raise ValueError(
+                f"`algo.updates_per_step` is {self.algo.updates_per_step}, more than the {samples} samples of a step "
+                f"(`rollout.groups_per_step` × `rollout.group_size`)"
+            )
+        return self

@@ -6,18 +6,17 @@ Every rank of the role holds one backend, and every method marked *collective* m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
+from drumroll.algo.loss import Loss
 from drumroll.config.models import TrainerConfig
-from drumroll.types import Batch, RankInfo, TokenLoss
+from drumroll.types import Batch, RankInfo
 
-
-Loss = Callable[[Tensor, Batch], TokenLoss]
-"""(logp [T] with gradient, batch) → TokenLoss. `batch.old_logp` is never None here."""
+__all__ = ["Loss", "Metrics", "TrainBackend"]
 
 Metrics = dict[str, float]
 
@@ -47,12 +46,17 @@ class TrainBackend(ABC):
 
         Over all ranks the weights of a batch sum to 1 (or to 0: then the update is a no-op); the gradient is that of the sum over all ranks'
         tokens of weight × loss, whatever the number of ranks and micro-batches. Where a batch has no `old_logp`, the
-        log-probabilities of that very pass, without gradient, take its place."""
+        log-probabilities of that very pass, without gradient, take its place. An update whose loss or gradient is not
+        finite leaves weights, optimizer and schedule as they were.
+
+        Metrics of each update, the same on every rank: `loss`, `grad_norm` (before clipping), `lr`, `entropy` (mean over the
+        loss mask), `num_tokens` (in the loss mask), `skipped` (1.0 when nothing was updated), and the loss's own as means
+        over the loss mask."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective. Full tensors by their Hugging Face names, in a fixed order, each valid until the next one is asked for.
-        Shared tensors appear once, under the name that the model's safetensors file uses."""
+        Shared tensors appear once, under the name that the model's safetensors file uses; floats come in `dtype`."""
 
     @abstractmethod
     def remember(self, name: str) -> None:
@@ -68,7 +72,7 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def export(self, folder: Path) -> None:
-        """Collective. Rank 0 writes a Hugging Face folder: config, tokenizer, safetensors."""
+        """Collective. Rank 0 writes a Hugging Face folder (config, tokenizer, safetensors), whole or not at all."""
 
     @abstractmethod
     def to(self, where: Literal["device", "host"]) -> None:

@@ -1,0 +1,39 @@
+# `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types unit clean
+
+help:  ## List the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# Built anew only when the lock file or the package metadata changes.
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "drumroll needs Python 3.11 or later; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $(INSTALLED)
+
+install: $(INSTALLED)  ## Make .venv with the exact versions of requirements.lock
+
+demo: install  ## Train a tiny model by RL on the CPU and show what it learnt (about 3 minutes)
+	$(BIN)/drumroll train recipes/quickstart.yaml
+
+test: install lint types unit  ## Everything that CI runs: lint, strict types, all tests
+
+lint: install  ## Style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## Strict type checking
+	$(BIN)/mypy
+
+unit: install  ## The test suite
+	$(BIN)/python -m pytest
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,171 @@
+"""Causal attention over packed sequences, for passes that train or score.
+
+A pass gives the model one row of T tokens, and a `PackedLayout` that transformers hands through to every attention call:
+
+    model(input_ids [1, T], position_ids [1, T], packed=PackedLayout.of(lengths, device))
+
+`PACKED_ATTENTION` is registered with transformers as an attention function without a mask function, so no mask of T × T is
+ever built. On CUDA in half precision the sequences are attended to where they lie (`torch.nn.attention.varlen`). Elsewhere
+sequences of similar lengths are put side by side, padded at their ends, where causality alone keeps the padding out of
+sight. A model whose layers do not all come through here would mix neighbours: `PackedLayout.check` refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from drumroll.errors import ModelError
+
+PACKED_ATTENTION = "drumroll_packed"
+
+_NARROW = 32
+"""Sequences up to this length share one bucket."""
+
+_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "alibi")
+"""Arguments of attention functions that would change the result and are not supported here."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar lengths, attended to as one padded batch."""
+
+    rows: int
+    width: int
+    cells: Tensor
+    """[t] where the bucket's tokens lie in the flattened [rows, width] of the padded batch."""
+
+
+@dataclass
+class PackedLayout:
+    """Where the sequences of one pass lie, and how many attention calls have seen it."""
+
+    offsets: Tensor
+    """[N+1] int32 on the device."""
+    max_length: int
+    buckets: list[Bucket]
+    order: Tensor
+    """[T] the tokens, bucket by bucket."""
+    num_calls: int = 0
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
+        length = np.asarray(lengths, dtype=np.int64)
+        start = np.cumsum(length) - length
+        size_class = np.ceil(np.log2(np.maximum(length, _NARROW)))  # a padded row is less than twice as wide as its sequence
+        buckets, order = [], []
+        for members in (np.flatnonzero(size_class == value) for value in np.unique(size_class)):
+            rows, width, size = len(members), int(length[members].max()), length[members]
+            place = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+            cells = np.repeat(np.arange(rows) * width, size) + place
+            buckets.append(Bucket(rows, width, torch.from_numpy(cells).to(device)))
+            order.append(np.repeat(start[members], size) + place)
+        offsets = torch.from_numpy(np.append(start, length.sum())).to(device, torch.int32)
+        return cls(offsets, int(length.max()), buckets, torch.from_numpy(np.concatenate(order)).to(device))
+
+    def check(self, num_layers: int, model_type: str) -> None:
+        """Refuse a model of which some layer did not attend through here."""
+        if self.num_calls != num_layers:
+            raise ModelError(
+                f"model type '{model_type}' cannot be trained on packed sequences: {self.num_calls} of its {num_layers} layers attend "
+                f"through transformers' attention interface, so tokens of one sequence would reach another. "
+                f"Use a model whose layers all have causal attention, such as llama, qwen2, qwen3, gpt2 or gpt_neox."
+            )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed: PackedLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers: [1, H, T, D] queries, [1, H_kv, T, D] keys and values → [1, T, H, D].
+
+    Dropout is ignored: log-probabilities must be those that the engine sampled at.
+    """
+    unsupported = [name for name in _REFUSED if others.get(name) is not None] + ["attention_mask"] * (attention_mask is not None)
+    if unsupported or packed is None or not getattr(module, "is_causal", True):
+        reason = f"it needs {', '.join(unsupported)}" if unsupported else "it has attention that is not causal or not told how tokens are packed"
+        raise ModelError(f"{type(module).__name__} cannot attend to packed sequences: {reason}. Choose a model without it.")
+    packed.num_calls += 1
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        output = _varlen(query, key, value, packed, scaling, sliding_window)
+    else:
+        output = _padded(query, key, value, packed, scaling, sliding_window)
+    return output.unsqueeze(0), None
+
+
+def register_packed_attention() -> None:
+    """Make `PACKED_ATTENTION` known to transformers; imported late, because transformers takes seconds."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scale: float | None, window: int | None) -> Tensor:
+    """[T, H, D] each, on the kernel for packed sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    look_back = -1 if window is None else window - 1  # transformers counts the token itself
+    ends, longest = packed.offsets, packed.max_length
+    output = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(look_back, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor), "the log-sum-exp was not asked for"
+    return output
+
+
+def _padded(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scale: float | None, window: int | None) -> Tensor:
+    """[T, H, D] each, bucket by bucket."""
+    sizes = [len(bucket.cells) for bucket in packed.buckets]
+    ordered = len(sizes) == 1  # one bucket holds the tokens in the order they have anyway
+    by_bucket = [(states if ordered else states.index_select(0, packed.order)).split(sizes) for states in (query, key, value)]
+    parts = []
+    for bucket, *states in zip(packed.buckets, *by_bucket, strict=True):
+        mask = None if window is None or window >= bucket.width else _window_mask(bucket.width, window, query.device)
+        attended = scaled_dot_product_attention(
+            *(_pad(part, bucket) for part in states),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells))
+    if ordered:
+        return parts[0]
+    output = torch.cat(parts)
+    return torch.zeros_like(output).index_copy(0, packed.order, output)
+
+
+def _pad(states: Tensor, bucket: Bucket) -> Tensor:
+    """[t, H, D] → [rows, H, width, D]."""
+    cells = states.new_zeros(bucket.rows * bucket.width, *states.shape[1:]).index_copy(0, bucket.cells, states)
+    return cells.unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2)
+
+
+def _window_mask(width: int, window: int, device: torch.device) -> Tensor:
+    """[width, width] True where a token may look: at itself and the `window` - 1 before it."""
+    place = torch.arange(width, device=device)
+    distance = place[:, None] - place[None, :]
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,88 @@
+"""One request inside the engine: its tokens, where it stands, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from drumroll.types import Chunk, FinishReason, GenRequest, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that the engine accepted. Its last token is never in the cache: the next decode step computes it."""
+
+    id: str
+    tokens: list[int]
+    """Prompt and reply so far."""
+    num_prompt_tokens: int
+    sampling: Sampling
+    seed: int
+    stop_ids: Collection[int]
+    context: int
+    decode_text: Callable[[list[int]], str] | None
+    """Present when there are stop strings."""
+    deadline: float | None
+    """On the monotonic clock."""
+    slot: int = -1
+    num_cached: int = 0
+    """Tokens whose keys and values are in the slot, counted while it is filled."""
+    fresh: Chunk = field(init=False)
+    """What the next poll takes away."""
+
+    def __post_init__(self) -> None:
+        self.fresh = Chunk(self.id, [], [], [])
+
+    @classmethod
+    def of(
+        cls, request: GenRequest, end_ids: frozenset[int], context: int, decode_text: Callable[[list[int]], str] | None, now: float
+    ) -> Request:
+        return cls(
+            id=request.id,
+            tokens=[*request.token_ids, *request.sampled],
+            num_prompt_tokens=len(request.token_ids),
+            sampling=request.sampling,
+            seed=request.seed,
+            stop_ids=end_ids.union(request.sampling.stop_token_ids),
+            context=context,
+            decode_text=decode_text,
+            deadline=None if request.deadline_s is None else now + request.deadline_s,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the reply, the ones that came with the request included: the next token's index."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_to_fill(self) -> int:
+        """Tokens that a prefill must still compute."""
+        return len(self.tokens) - 1 - self.num_cached
+
+    def append(self, token: int, logp: float, version: int) -> None:
+        self.tokens.append(token)
+        self.fresh.token_ids.append(token)
+        self.fresh.logp.append(logp)
+        self.fresh.token_version.append(version)
+
+    def take_fresh(self, finish: FinishReason | None = None, error: str = "") -> Chunk:
+        """The tokens since the last call."""
+        fresh, self.fresh = self.fresh, Chunk(self.id, [], [], [])
+        return Chunk(fresh.id, fresh.token_ids, fresh.logp, fresh.token_version, finish, error)
+
+    def outcome(self) -> FinishReason | None:
+        """Whether the reply so far is complete."""
+        num_sampled = self.num_sampled
+        if num_sampled and (self.tokens[-1] in self.stop_ids or self._ends_in_stop_string()):
+            return "stop"
+        if num_sampled >= self.sampling.max_new_tokens or len(self.tokens) >= self.context:
+            return "length"
+        return None
+
+    def _ends_in_stop_string(self) -> bool:
+        """Decodes only the tail: a character is at most four tokens (its bytes), and an earlier match would have ended the reply."""
+        if self.decode_text is None:
+            return False
+        longest = max(map(len, self.sampling.stop))
+        text = self.decode_text(self.tokens[max(self.num_prompt_tokens, len(self.tokens) - 4 * longest - 8) :])
+        return any(stop in text for stop in self.sampling.stop)

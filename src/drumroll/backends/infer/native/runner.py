@@ -1,0 +1,230 @@
+"""The model on its device: fixed shapes in, tokens and log-probabilities out. One thread calls it.
+
+Two calls do all the work. `prefill` writes the keys and values of [rows, chunk] tokens into slots; it needs no logits.
+`decode` computes one token for each of the first R slots, samples the next one and leaves it in place for the next call, so
+that the host only reads. Shapes are bucketed:
+
+    prefill   chunk lengths from `chunk_length`, always with the same number of rows for a length
+    decode    rows in steps of 16, attention over `cache_length` positions
+
+A prefill's shape depends on the request's own length alone. For decode's shapes, float32 products on one CPU thread give a row
+the same bits in every bucket, so a request's tokens do not depend on its neighbours, its slot or the number of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from drumroll.backends.checksum import checksum
+from drumroll.backends.infer.native.cache import ATTENTION, SlotCache
+from drumroll.backends.sampling import processed_logp, sample, uniform
+from drumroll.errors import ConfigError, ModelError, WeightSyncError
+from drumroll.registry import nearest
+from drumroll.types import Sampling
+
+if TYPE_CHECKING:
+    from drumroll.backends.infer.base import Bucket, Checksums
+
+ROW_STEP = 16
+"""Decode's rows come in multiples of this; smaller matrix products may round differently."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of one slot for one prefill call, from position `start` on."""
+
+    slot: int
+    start: int
+    tokens: list[int]
+
+
+def bucket(size: int, step: int) -> int:
+    """The smallest bucket that holds `size`: `step` times 1, 2, 3, 4, 6, 8, 12, 16, ..., so that at most a third is padding."""
+    power = step
+    while power < size:
+        if 2 * power >= size and power > step and power + power // 2 >= size:
+            return power + power // 2
+        power *= 2
+    return power
+
+
+def cache_length(size: int) -> int:
+    """Positions that attention reads so that `size` are covered: 64, 128, 192, 256, 384, 512, ..."""
+    return bucket(size, 64)
+
+
+class Runner:
+    """A causal LM with a slot cache and the sampling state of every slot."""
+
+    def __init__(
+        self, folder: Path, dtype: str, device: str, *, num_slots: int, context_tokens: int | None, prefill_tokens: int | None
+    ) -> None:
+        self.device = torch.device(device)
+        self.model = _load_model(folder, dtype, self.device)
+        text_config = self.model.config.get_text_config()
+        self.context = _context(text_config, context_tokens, folder)
+        self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
+        self.end_ids = _ids(text_config.eos_token_id) | _ids(getattr(self.model.generation_config, "eos_token_id", None))
+        self.num_rows = -(-num_slots // ROW_STEP) * ROW_STEP
+        self.cache = SlotCache(self.num_rows, cache_length(self.context))
+        self._prefill_tokens = prefill_tokens or (256 if self.device.type == "cpu" else 8192)
+        self._places = torch.arange(self.cache.capacity, device=self.device)
+        # One column for each slot; columns are written when a request enters or leaves, and advance on the device.
+        self._ints = torch.zeros(6, self.num_rows, dtype=torch.int64, device=self.device)  # token position index active seed top_k
+        self._floats = torch.ones(2, self.num_rows, dtype=torch.float32, device=self.device)  # temperature top_p
+        self._targets = dict(self.model.named_parameters(remove_duplicate=False))
+        self._optional = {name: value for name, value in self.model.state_dict().items() if name not in self._targets}
+        self._check_model()
+
+    # -- Computing
+
+    def chunk_length(self, num_tokens: int) -> int:
+        """Length of the prefill call that a request with this many tokens to fill takes part in next."""
+        return min(bucket(num_tokens, ROW_STEP), max(ROW_STEP, self._prefill_tokens))
+
+    def chunk_rows(self, length: int) -> int:
+        """Rows of every prefill call of this length."""
+        return max(1, self._prefill_tokens // length)
+
+    def prefill(self, chunks: Sequence[Chunk], length: int) -> None:
+        """Keys and values of up to `chunk_rows(length)` chunks, none longer than `length`."""
+        num_rows = self.chunk_rows(length)
+        tokens = torch.zeros(num_rows, length, dtype=torch.int64)
+        positions = torch.zeros(num_rows, length, dtype=torch.int64)
+        writes = torch.full((num_rows, length), self.cache.waste, dtype=torch.int64)
+        slots = torch.zeros(num_rows, dtype=torch.int64)
+        for row, chunk in enumerate(chunks):
+            num_tokens = len(chunk.tokens)
+            tokens[row, :num_tokens] = torch.tensor(chunk.tokens)
+            positions[row, :num_tokens] = writes[row, :num_tokens] = torch.arange(chunk.start, chunk.start + num_tokens)
+            slots[row] = chunk.slot
+        reach = cache_length(max(chunk.start + len(chunk.tokens) for chunk in chunks))
+        self.cache.aim(slots.to(self.device), writes.to(self.device), reach)
+        self._forward(self.model.base_model, tokens.to(self.device), positions.to(self.device), reach)
+
+    def enter(self, slot: int, token: int, position: int, index: int, seed: int, sampling: Sampling) -> None:
+        """The slot takes part in decoding: `token` stands at `position`, the token after it has number `index` in the reply."""
+        seed &= (1 << 64) - 1
+        seed -= (seed >> 63) << 64
+        self._ints[:, slot] = torch.tensor([token, position, index, 1, seed, sampling.top_k])
+        self._floats[:, slot] = torch.tensor([sampling.temperature, sampling.top_p])
+
+    def leave(self, slot: int) -> None:
+        """The slot takes no part any more; its row computes, but writes nothing that anyone reads."""
+        self._ints[:, slot] = 0
+        self._floats[:, slot] = 1
+
+    def decode(self, num_rows: int, num_positions: int, truncates: bool) -> tuple[list[int], list[float]]:
+        """One step of the first `num_rows` slots, none of them beyond `num_positions`: ids and log-probabilities, by slot."""
+        num_rows = -(-num_rows // ROW_STEP) * ROW_STEP
+        token, position, index, active, seed, top_k = self._ints[:, :num_rows]
+        temperature, top_p = self._floats[:, :num_rows]
+        reach = cache_length(num_positions)
+        self.cache.aim(num_rows, torch.where(active > 0, position, self.cache.waste)[:, None], reach)
+        logits = self._forward(self.model, token[:, None], position[:, None], reach).logits[:, -1]
+        logp = processed_logp(logits, temperature, top_p, top_k, truncates=truncates)
+        ids = sample(logp, uniform(seed, index), temperature == 0)
+        chosen = logp.gather(-1, ids[:, None])[:, 0]
+        token.copy_(ids)
+        position += active
+        index += active
+        host_ids, host_logp = torch.stack((ids.double(), chosen.double())).tolist()  # the step's only wait for the device
+        return [int(i) for i in host_ids], host_logp
+
+    def _forward(self, model: nn.Module, tokens: Tensor, positions: Tensor, reach: int) -> Any:
+        hidden = self._places[:reach] > positions[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True)
+
+    # -- Weights and memory
+
+    def take_weights(self, buckets: Iterator[Bucket]) -> Checksums:
+        """Copy every parameter in place, strictly: each exactly once, under any of its names, in its own shape."""
+        sums: Checksums = {}
+        taken: dict[int, str] = {}
+        for received in buckets:
+            for name, tensor in received:
+                target = self._targets.get(name, self._optional.get(name))
+                if target is None:
+                    raise WeightSyncError(f"'{name}' is no tensor of {type(self.model).__name__}.{nearest(name, self._targets)}")
+                if target.shape != tensor.shape:
+                    raise WeightSyncError(f"'{name}' arrived with shape {tuple(tensor.shape)}, expected {tuple(target.shape)}.")
+                if id(target) in taken:
+                    raise WeightSyncError(f"'{name}' arrived a second time (first as '{taken[id(target)]}').")
+                taken[id(target)] = name
+                target.copy_(tensor)
+                sums[name] = checksum(target if target.dtype == tensor.dtype else tensor.to(self.device))
+        missing = [name for name, target in self.model.named_parameters() if id(target) not in taken]
+        if missing:
+            raise WeightSyncError(f"{len(missing)} of the model's tensors did not arrive: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}")
+        return sums
+
+    def sleep(self) -> None:
+        """Give the device's memory back."""
+        self.cache.drop()
+        self.model.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self.model.to(self.device)
+
+    # -- Checking
+
+    @torch.inference_mode()
+    def _check_model(self) -> None:
+        """Compare a short text's logits with the model's own forward, so that a model which the slot cache does not serve is refused
+        by name instead of served wrongly. Allocates the cache."""
+        tokens = [i * 7 % self.vocab_size for i in range(min(24, self.context - 1))]
+        name = type(self.model).__name__
+        try:
+            self.prefill([Chunk(0, 0, tokens[:-1])], self.chunk_length(len(tokens)))
+            self.cache.aim(ROW_STEP, torch.full((ROW_STEP, 1), len(tokens) - 1, device=self.device), cache_length(len(tokens)))
+            column = torch.full((ROW_STEP, 1), tokens[-1], device=self.device)
+            got = self._forward(self.model, column, torch.full_like(column, len(tokens) - 1), cache_length(len(tokens))).logits[0, -1].float()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"engine.num_slots ({self.num_rows}) x engine.context_tokens ({self.context}): keys and values of that many tokens do not fit "
+                f"into the memory of {self.device}. Lower one of them."
+            ) from error
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{name} cannot run on the native engine's cache: {type(error).__name__}: {error}. Use another engine.") from error
+        num_layers = self.model.config.get_text_config().num_hidden_layers
+        if len(self.cache.layers) != num_layers:
+            raise ModelError(f"{name} keeps keys and values of {len(self.cache.layers)} layers, expected {num_layers}. Use another engine.")
+        self.model.set_attn_implementation("eager")
+        own = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0, -1].float()
+        self.model.set_attn_implementation(ATTENTION)
+        scale = float((own - own.mean()).abs().max())
+        error_share = float((got - own).abs().max()) / max(scale, 1e-6)
+        if not error_share < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            raise ModelError(f"{name} gives other logits on the native engine's cache than by itself (off by {error_share:.1%}). Use another engine.")
+
+
+def _load_model(folder: Path, dtype: str, device: torch.device) -> Any:
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
+    except Exception as error:
+        raise ModelError(f"'{folder}' cannot be loaded as a causal language model: {type(error).__name__}: {error}") from error
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _context(config: Any, wanted: int | None, folder: Path) -> int:
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if wanted is None and limit is None:
+        raise ConfigError(f"engine.context_tokens: '{folder}' names no limit of its own, so set one.")
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ConfigError(f"engine.context_tokens: got {wanted}, but the model's max_position_embeddings is {limit}. Lower it.")
+    return wanted or limit or 0
+
+
+def _ids(value: int | list[int] | None) -> frozenset[int]:
+    """Configs give end tokens as nothing, a number or a list."""
+    return frozenset([value] if isinstance(value, int) else value or ())

@@ -1,0 +1,151 @@
+"""The command line. Each command reads its arguments, calls one function, and turns errors into messages and exit codes.
+
+Exit codes: 0 done, 1 the run failed, 2 something to put right in the input, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from drumroll.errors import DrumrollError, UserError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning of language models and agents.")
+
+Inputs = Annotated[
+    list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE...]", help="YAML files, merged left to right, then overrides such as trainer.lr=3e-4.")
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+
+
+@app.command()
+def train(inputs: Inputs) -> None:
+    """Train as the config says."""
+    from drumroll.pipelines.start import start
+
+    start(_config(inputs))
+
+
+@app.command()
+def check(inputs: Inputs) -> None:
+    """Check config, plugins, data and model without starting anything."""
+    from drumroll.pipelines.job import prepare
+
+    job = prepare(_config(inputs))
+    Console().print(f"[green]ok[/]: {job.describe()}", soft_wrap=True)
+
+
+@app.command()
+def plan(
+    inputs: Inputs,
+    pool: Annotated[str | None, typer.Option(help="Plan for a cluster that is not here: nodes x devices x memory, for example 4x8x80GiB.")] = None,
+) -> None:
+    """Print which role gets which devices, without starting anything."""
+    from drumroll.pipelines.job import plan_for
+    from drumroll.plan.render import render
+
+    made, used = plan_for(_config(inputs), pool)
+    Console().print(render(made, used))
+
+
+@app.command()
+def export(
+    run: RunPath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint of this step; the final model otherwise.")] = None,
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face folder."""
+    from drumroll.record.folder import RunFolder
+
+    source = RunFolder.open(run).export(out, step)
+    Console().print(f"wrote {out} from {source}", soft_wrap=True)
+
+
+@app.command()
+def show(
+    run: RunPath,
+    sample: Annotated[str | None, typer.Argument(metavar="[SAMPLE]", help="Print this sample in full.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    phase: Annotated[str | None, typer.Option(help="train, eval_sampled, eval_greedy, comparison_sampled or comparison_greedy.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Only rewards in this range, for example '>=0.5' or '<0'.")] = None,
+    domain: Annotated[str | None, typer.Option(help="Only this domain.")] = None,
+    stop: Annotated[str | None, typer.Option(help="Only this stop reason.")] = None,
+    limit: Annotated[int, typer.Option(help="At most this many.")] = 20,
+    full: Annotated[bool, typer.Option("--full", help="Print every listed sample in full.")] = False,
+) -> None:
+    """List and print trajectories of a run, also while it goes on."""
+    from drumroll.record.folder import RunFolder
+    from drumroll.record.show import show_samples
+
+    for part in show_samples(RunFolder.open(run), sample, step=step, phase=phase, reward=reward, domain=domain, stop=stop, limit=limit, full=full):
+        Console().print(part)
+
+
+@app.command(name="list")
+def list_registered(
+    family: Annotated[str | None, typer.Argument(help="env, reward, advantage, loss, infer_backend or train_backend; all otherwise.")] = None,
+    plugins: Annotated[list[str] | None, typer.Option("--plugin", help="Module or file to import first.")] = None,
+) -> None:
+    """Name every registered backend, environment, reward, advantage and loss."""
+    from rich.table import Table
+
+    from drumroll.registry import FAMILIES, REGISTRY, import_plugin, nearest
+
+    if family is not None and family not in FAMILIES:
+        raise UserError(f"no family named '{family}'.{nearest(family, FAMILIES)} Known: {', '.join(FAMILIES)}.")
+    for module in plugins or []:
+        import_plugin(module)
+    table = Table("family", "kind", "what it is", box=None)
+    for known in [family] if family else FAMILIES:
+        for name in REGISTRY.names(known):
+            table.add_row(known, name, REGISTRY.lookup(known, name).summary)
+    Console().print(table)
+
+
+def _config(inputs: Sequence[str]) -> Any:
+    from drumroll.config.load import load_config
+
+    files = [text for text in inputs if "=" not in text or Path(text).exists()]
+    if not files:
+        raise UserError("no config file given. Try: drumroll train recipes/quickstart.yaml")
+    return load_config(files, [text for text in inputs if text not in files])
+
+
+def main() -> None:
+    """Entry point of `drumroll`."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except UserError as error:
+        _fail(str(error), 2)
+    except DrumrollError as error:
+        _fail(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a mistake on the command line itself
+            _fail(error.format_message(), 2)
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def _on_sigterm(number: int, frame: object) -> None:
+    """The first SIGTERM unwinds everything in order; a second one exits at once."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    sys.exit(143)
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True).print(f"[bold red]drumroll:[/] ", end="")
+    print(message, file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,129 @@
+"""Dataset rows as tasks and demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drumroll.config.models import SourceConfig
+from drumroll.data.rows import Located, Row, plain, read_rows
+from drumroll.errors import DataError
+from drumroll.registry import nearest
+from drumroll.types import Message, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A prompt, as text or as chat messages, with the reply to imitate."""
+
+    completion: str
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+def load_tasks(source: SourceConfig, *, needed_fields: Collection[str] = (), split_label: str, needs_prompt: bool = True) -> list[Task]:
+    """Every row of a source as a task, named by its id column or `<split label>-<row number>`, from 0.
+
+    `needed_fields` are columns that something else will read, for example a reward. `needs_prompt=False` is for
+    environments that make their prompts themselves: the prompt column may then be missing.
+    """
+    return _tasks(read_rows(source), source, needed_fields, split_label, needs_prompt)
+
+
+def tasks_from_rows(
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    prompt_field: str = "prompt",
+    id_field: str | None = None,
+    domain: str = "default",
+    needed_fields: Collection[str] = (),
+    split_label: str = "train",
+    needs_prompt: bool = True,
+) -> list[Task]:
+    """Tasks from mappings in memory, by the same rules as `load_tasks`."""
+    located: list[Located] = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"tasks, row {number}: {_short(row)} is not a mapping such as {{'prompt': '2+2=', 'answer': '4'}}.")
+        located.append((f"row {number}", plain(row, f"tasks, row {number}")))
+    if not located:
+        raise DataError("tasks: there are none.")
+    source = SourceConfig(path="tasks", prompt_field=prompt_field, id_field=id_field, domain=domain)
+    return _tasks(located, source, needed_fields, split_label, needs_prompt)
+
+
+def load_demonstrations(source: SourceConfig, completion_field: str = "completion") -> list[Demonstration]:
+    """Every row of a source as a prompt with the reply to imitate."""
+    demonstrations = []
+    for where, row in read_rows(source):
+        place = f"'{source.path}', {where}"
+        _require(row, [source.prompt_field, completion_field], place)
+        completion = row[completion_field]
+        if not isinstance(completion, str) or not completion:
+            raise DataError(f"{place}: column '{completion_field}' holds {_short(completion)}; the text of a reply was expected.")
+        prompt, messages = _prompt(row[source.prompt_field], source.prompt_field, place)
+        demonstrations.append(Demonstration(completion, prompt, messages))
+    return demonstrations
+
+
+def _tasks(
+    rows: Iterable[Located], source: SourceConfig, needed_fields: Collection[str], split_label: str, needs_prompt: bool
+) -> list[Task]:
+    needed = [*([source.prompt_field] if needs_prompt else []), *([source.id_field] if source.id_field else []), *needed_fields]
+    tasks: dict[str, tuple[str, Task]] = {}
+    for number, (where, row) in enumerate(rows):
+        place = f"'{source.path}', {where}"
+        _require(row, needed, place)
+        task_id = f"{split_label}-{number}" if source.id_field is None else _id(row[source.id_field], source.id_field, place)
+        if task_id in tasks:
+            raise DataError(f"{place}: id '{task_id}' was already used in {tasks[task_id][0]}; column '{source.id_field}' must name each row.")
+        shown = row.get(source.prompt_field)
+        prompt, messages = _prompt(shown, source.prompt_field, place) if needs_prompt or shown is not None else (None, None)
+        tasks[task_id] = where, Task(task_id, prompt, messages, _domain(row, source.domain, place), row)
+    return [task for _, task in tasks.values()]
+
+
+def _require(row: Row, columns: Iterable[str], place: str) -> None:
+    for column in columns:
+        if column not in row:
+            raise DataError(f"{place}: there is no column '{column}'.{nearest(column, row)} Columns: {', '.join(row) or 'none'}.")
+
+
+def _id(value: Any, column: str, place: str) -> str:
+    if not isinstance(value, str | int) or value == "":
+        raise DataError(f"{place}: column '{column}' holds {_short(value)}; an id is text or a whole number.")
+    return str(value)
+
+
+def _domain(row: Row, default: str, place: str) -> str:
+    domain = row.get("domain")
+    if domain is None:
+        return default
+    if not isinstance(domain, str) or not domain:
+        raise DataError(f"{place}: column 'domain' holds {_short(domain)}; a name was expected.")
+    return domain
+
+
+def _prompt(value: Any, column: str, place: str) -> tuple[str | None, tuple[Message, ...] | None]:
+    if isinstance(value, str):
+        return value, None
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: column '{column}' holds {_short(value)}; a prompt is text or a list of chat messages.")
+    return None, tuple(_message(message, f"{place}: column '{column}', message {index}") for index, message in enumerate(value))
+
+
+def _message(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise DataError(f'{place} is {_short(message)}; an object such as {{"role": "user", "content": "2+2?"}} was expected.')
+    message = {key: value for key, value in message.items() if value is not None}  # Parquet gives every message every key
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise DataError(f"{place} has no `role`, for example 'user'. Its keys: {', '.join(message) or 'none'}.")
+    if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
+        raise DataError(f"{place} has no `content`. Its keys: {', '.join(message)}.")
+    return message
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:60]}…" if len(text) > 60 else text

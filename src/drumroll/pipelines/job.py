@@ -1,0 +1,94 @@
+"""A run that has passed every check and started nothing: config, tasks, demonstrations, model, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from drumroll.algo.algorithm import build_algorithm
+from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig, SourceConfig
+from drumroll.data.cursor import TaskCursor
+from drumroll.data.tasks import load_demonstrations, load_tasks
+from drumroll.models.prepare import check_model
+from drumroll.plan.mapping import make_plan
+from drumroll.plan.placement import Plan
+from drumroll.plan.pool import Pool, local_pool, parse_pool
+from drumroll.record.metrics import check_sinks
+from drumroll.types import Task
+
+
+@dataclass(frozen=True)
+class RlJob:
+    """Everything that the `rl` pipeline needs before workers start."""
+
+    cfg: RlConfig
+    cursor: TaskCursor
+    heldout: Sequence[Task]
+    roles: tuple[Role, ...]
+
+    def describe(self) -> str:
+        return f"{len(self.cursor)} training tasks, {len(self.heldout)} held-out tasks, {self.cfg.max_steps} steps, roles {', '.join(self.roles)}"
+
+
+@dataclass(frozen=True)
+class SftJob:
+    """Everything that the `sft` pipeline needs before workers start."""
+
+    cfg: SftRunConfig
+    num_demonstrations: int
+    roles: tuple[Role, ...] = ("actor_train",)
+
+    def describe(self) -> str:
+        return f"{self.num_demonstrations} demonstrations, {self.cfg.sft.steps} updates"
+
+
+def prepare(cfg: RunConfig) -> RlJob | SftJob:
+    """Check all that can be known beforehand; raises a `UserError` that says what to put right."""
+    check_sinks(cfg.record)
+    check_model(cfg.model)
+    job = _prepare_rl(cast(RlConfig, cfg)) if isinstance(cfg, RlConfig) else _prepare_sft(cast(SftRunConfig, cfg))
+    if cfg.ray.address is None:
+        make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles)
+    return job
+
+
+def plan_for(cfg: RunConfig, pool: str | None = None) -> tuple[Plan, Pool]:
+    """The plan on this machine, or on a pool that is only described."""
+    described = parse_pool(pool) if pool is not None else local_pool(cfg.ray.cpu_slots)
+    return make_plan(cfg, described, roles_of(cfg)), described
+
+
+def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
+    """A role exists only when the algorithm needs it."""
+    if not isinstance(cfg, RlConfig):
+        return ("actor_train",)
+    needs = build_algorithm(cfg.algo, cfg.rollout.sampling.max_new_tokens).needs
+    reference: tuple[Role, ...] = ("reference",) if "ref_logp" in needs else ()
+    return ("actor_train", "actor_infer", *reference, "environment")
+
+
+def _prepare_rl(cfg: RlConfig) -> RlJob:
+    needed = _columns(cfg)
+    tasks = load_tasks(cfg.data.train, needed_fields=needed, split_label="train")
+    heldout = load_tasks(cfg.data.heldout, needed_fields=needed, split_label="heldout") if cfg.data.heldout else []
+    if cfg.warmup:
+        _check_demonstrations(cfg.warmup)
+    return RlJob(cfg, TaskCursor(tasks, cfg.seed), heldout, roles_of(cfg))
+
+
+def _prepare_sft(cfg: SftRunConfig) -> SftJob:
+    num_demonstrations = _check_demonstrations(cfg.sft)
+    if cfg.heldout:
+        _check_demonstrations(cfg.sft, cfg.heldout)
+    return SftJob(cfg, num_demonstrations)
+
+
+def _check_demonstrations(cfg: SftConfig, source: SourceConfig | None = None) -> int:
+    return len(load_demonstrations(source or cfg.data, cfg.completion_field))
+
+
+def _columns(cfg: RlConfig) -> list[str]:
+    """Dataset columns that rewards name in options called `field` or `…_field`."""
+    options = [option for reward in cfg.rewards for option in reward.model_dump().items()]
+    return [value for name, value in options if (name == "field" or name.endswith("_field")) and isinstance(value, str)]

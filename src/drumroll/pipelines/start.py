@@ -1,0 +1,19 @@
+"""From a checked config to a finished run: prepare, make the run folder, run the pipeline."""
+
+from __future__ import annotations
+
+from drumroll.config.models import RunConfig
+from drumroll.pipelines import rl, sft
+from drumroll.pipelines.job import RlJob, prepare
+from drumroll.record.folder import RunFolder
+
+
+def start(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
+    """Run to the end; returns the run's folder. Nothing is started or written before every check has passed."""
+    job = prepare(cfg)
+    folder = folder or RunFolder.create(cfg)
+    if isinstance(job, RlJob):
+        rl.run(job, folder)
+    else:
+        sft.run(job, folder)
+    return folder

@@ -1,0 +1,119 @@
+"""What a role needs of a device's memory, as a lower bound: what a plan that is refused would certainly have run out of.
+
+Counted are weights, gradients and optimizer state. Activations, caches and the allocator's own share come on top and
+depend on settings that may change while a run goes on; so a plan that passes may still need smaller bites.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumroll.config.models import ModelConfig, Role
+from drumroll.plan.pool import Kind
+
+GIB = 1024**3
+
+MASTER_BYTES = 4
+"""A trained weight, its gradient and each of AdamW's two moments are float32 on the rank that owns the shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that a role keeps on each of its devices, at least."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        parts = [f"{name} {value / GIB:.1f}" for name, value in (("gradients", self.gradients), ("optimizer", self.optimizer)) if value]
+        return ", ".join([f"weights {self.weights / GIB:.1f}", *parts])
+
+
+def compute_bytes(dtype: str, kind: Kind) -> int:
+    """Bytes of one weight as forward passes use it."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and kind == "gpu") else 4
+
+
+def device_memory(role: Role, num_parameters: int, num_devices: int, tp: int, weight_bytes: int) -> Memory:
+    """What each of a role's devices holds: trainers shard everything over all of them, an engine its weights over its `tp`."""
+    if role in ("actor_train", "critic"):
+        shard = -(-num_parameters // num_devices)
+        return Memory(weights=MASTER_BYTES * shard, gradients=MASTER_BYTES * shard, optimizer=2 * MASTER_BYTES * shard)
+    return Memory(weights=weight_bytes * -(-num_parameters // (num_devices if role == "reference" else tp)))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a family of models departs from the plainest decoder: RMS norms, gated MLP, no biases, own output matrix."""
+
+    head_dim: int | None = None
+    """Where the config does not say; hidden size over heads otherwise."""
+    key_value_heads: int | None = None
+    """Where the config does not say; as many as there are query heads otherwise."""
+    tied: bool = False
+    """Whether the output matrix is the embedding where the config does not say."""
+    qkv_bias: bool = False
+    qk_norms: bool = False
+    norms_per_layer: int = 2
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(key_value_heads=8),
+    "qwen2": Family(key_value_heads=32, qkv_bias=True),
+    "qwen3": Family(head_dim=128, key_value_heads=32, qk_norms=True),
+    "gemma": Family(head_dim=256, key_value_heads=16, tied=True),
+    "gemma2": Family(head_dim=256, key_value_heads=4, tied=True, norms_per_layer=4),
+    "gemma3_text": Family(head_dim=256, key_value_heads=4, tied=True, qk_norms=True, norms_per_layer=4),
+}
+
+
+def parameter_count(hf_config: Mapping[str, Any]) -> int | None:
+    """Parameters of the model that a Hugging Face `config.json` describes; None for a family that is not known here."""
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    try:
+        vocab, hidden, mlp, layers, heads = (
+            int(hf_config[name])
+            for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    if family is None or heads == 0:
+        return None
+    # A null in the file means that it does not say.
+    head_dim = hf_config.get("head_dim") or family.head_dim or hidden // heads
+    key_value_heads = hf_config.get("num_key_value_heads") or family.key_value_heads or heads
+    tied = hf_config.get("tie_word_embeddings")
+    query, key_value = heads * head_dim, key_value_heads * head_dim
+    attention = 2 * hidden * query + 2 * hidden * key_value
+    if family.qkv_bias:
+        attention += query + 2 * key_value
+    elif hf_config.get("attention_bias"):
+        attention += query + 2 * key_value + hidden
+    if family.qk_norms:
+        attention += 2 * head_dim
+    feed_forward = 3 * hidden * mlp + (2 * mlp + hidden if hf_config.get("mlp_bias") else 0)
+    embeddings = vocab * hidden * (1 if (family.tied if tied is None else tied) else 2)
+    return int(embeddings + layers * (attention + feed_forward + family.norms_per_layer * hidden) + hidden)
+
+
+def known_parameters(model: ModelConfig) -> int | None:
+    """The model's size as far as the config, or a `config.json` on this machine, tells; None otherwise."""
+    if model.scratch is not None:
+        scratch = model.scratch
+        return parameter_count({"vocab_size": len(scratch.characters), **scratch.config, "model_type": scratch.architecture})
+    assert model.path is not None, "a model has a path or is made from scratch"
+    try:
+        hf_config = json.loads((Path(model.path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return parameter_count(hf_config) if isinstance(hf_config, dict) else None

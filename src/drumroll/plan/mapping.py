@@ -1,0 +1,159 @@
+"""AutoDeviceMapping: which devices each role gets, and how they become ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
+
+from drumroll.config.models import RlConfig, Role, RunConfig
+from drumroll.errors import PlanError
+from drumroll.plan.cost import GIB, Memory, compute_bytes, device_memory, known_parameters
+from drumroll.plan.placement import ROLES, Placement, Plan
+from drumroll.plan.pool import Device, Pool
+from drumroll.plan.request import Selection, hosts, select
+from drumroll.registry import nearest
+
+AUTO_CPU_SLOTS = 4
+"""CPU slots of a node that are used unasked. A worker is a process of several hundred MB that takes seconds to import its
+libraries, and the small models that CPUs can train gain nothing from more of them. `ray.cpu_slots` lifts the limit."""
+
+HOST_ROLES: tuple[Role, ...] = ("environment", "reward")
+"""Roles that run on host processors unless told otherwise, in as many workers as `rollout.num_env_workers` says."""
+
+INSTANCE_ROLES: tuple[Role, ...] = ("actor_infer", "reward")
+"""Roles whose instance is one worker with `tp` devices; in the others every device is a rank of its own."""
+
+
+def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_parameters: int | None = None) -> Plan:
+    """Place every worker of the roles that the run needs. Starts nothing.
+
+    `devices: auto`, and a role that an explicit map does not name, get:
+
+    - `actor_infer`: all GPUs of the pool, or all its CPU slots (at most `AUTO_CPU_SLOTS` of a node unless `ray.cpu_slots` is
+      set) where it has no GPU;
+    - `actor_train`: the same, but of one kind only, the one with the most memory in all: ranks that compute together are as
+      slow as the slowest. In a pool of one kind, training and inference so take turns on every device and none is idle;
+    - `reference` and `critic`: the devices of `actor_train`;
+    - `environment` and `reward`: host processors, workers dealt out over the nodes.
+
+    Such a choice leaves devices over that are too few for an instance of `parallel.<role>.tp`; an explicit map must fit exactly.
+    `num_parameters` is the model's size where the caller knows better than `config.model` and the files it names.
+    """
+    for role in roles:
+        if role not in ROLES:
+            raise PlanError(f"no role named '{role}'.{nearest(role, ROLES)} Roles: {', '.join(ROLES)}.")
+    if isinstance(config.devices, dict):
+        for role, spec in config.devices.items():  # a mistake in a role that this run does not have is still a mistake
+            select(role, spec, pool)
+
+    needed = [role for role in ROLES if role in roles]
+    tp = {role: config.parallel[role].tp if role in config.parallel else 1 for role in needed}
+    selections = {role: _selection(role, config, pool, tp[role]) for role in needed}
+    placements = {role: _place(role, selections[role], tp[role], config, pool) for role in needed}
+
+    size = num_parameters if num_parameters is not None else known_parameters(config.model)
+    memory: dict[Role, Memory] = {}
+    if size is not None:
+        memory = {role: _estimate(role, placements[role], tp[role], size, config) for role in needed if role not in HOST_ROLES}
+        for role in memory:
+            _check_memory(role, selections[role].devices, memory[role], tp[role], size, pool)
+    return Plan(placements, tp, memory, size)
+
+
+def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
+    """The role's devices or hosts: as the map says, or the default."""
+    if isinstance(config.devices, dict) and role in config.devices:
+        return select(role, config.devices[role], pool)
+    if role in HOST_ROLES:
+        return hosts(pool, {})
+    if role in ("reference", "critic"):
+        trainer = config.parallel["actor_train"].tp if "actor_train" in config.parallel else 1
+        beside = _selection("actor_train", config, pool, trainer)
+        return Selection(_whole_instances(role, beside.devices, tp)) if beside.devices else beside
+    devices = _whole_instances(role, _accelerators(config, pool), tp)
+    return Selection(_one_kind(devices, pool) if role == "actor_train" else devices)
+
+
+def _accelerators(config: RunConfig, pool: Pool) -> tuple[Device, ...]:
+    """The devices that are used unasked."""
+    limited = config.ray.cpu_slots is None
+    return tuple(device for device in pool.candidates({}) if device.kind == "gpu" or not limited or device.local < AUTO_CPU_SLOTS)
+
+
+def _one_kind(devices: Sequence[Device], pool: Pool) -> tuple[Device, ...]:
+    """The devices of the kind of node that has the most memory in all; the most devices where memory is not known."""
+    kinds: dict[tuple[str, float | None], list[Device]] = {}
+    for device in devices:
+        node = pool.by_id[device.node]
+        kinds.setdefault((node.labels.get(node.kind, ""), node.memory_gib), []).append(device)
+    _, largest = max(kinds.items(), key=lambda kind: len(kind[1]) * (kind[0][1] or 1.0))
+    return tuple(largest)
+
+
+def _whole_instances(role: Role, devices: Sequence[Device], tp: int) -> tuple[Device, ...]:
+    """The devices less those at the end of each node that are too few for an instance."""
+    by_node = [list(group) for _, group in groupby(devices, key=lambda device: device.node)]
+    kept = [device for group in by_node for device in group[: len(group) // tp * tp]]
+    if not kept:
+        most = max(len(group) for group in by_node)
+        raise PlanError(
+            f"`parallel.{role}.tp` is {tp}, but an instance must fit on one node, and {role} finds at most {most} "
+            f"device{'' if most == 1 else 's'} on a node. Choose at most {most}."
+        )
+    return tuple(kept)
+
+
+def _place(role: Role, selection: Selection, tp: int, config: RunConfig, pool: Pool) -> tuple[Placement, ...]:
+    """Devices or hosts become ranks."""
+    if selection.hosts:
+        if tp > 1:
+            raise PlanError(f"`parallel.{role}.tp` is {tp}, but {role} runs on host processors, without devices to span. Leave it out.")
+        wanted = config.rollout.num_env_workers if role in HOST_ROLES and isinstance(config, RlConfig) else 1
+        # Dealt out in turn, then ordered by node, so that neighbouring ranks stand on one node.
+        nodes = sorted(rank % len(selection.hosts) for rank in range(wanted))
+        return tuple(Placement(role, rank, selection.hosts[node], (), "cpu") for rank, node in enumerate(nodes))
+
+    devices = selection.devices
+    if len({device.kind for device in devices}) > 1:
+        raise PlanError(f"`devices.{role}`: mixes GPUs and CPU slots. Choose one kind, for example by `where: {{kind: gpu}}`.")
+    if len(devices) % tp:
+        fitting = len(devices) // tp * tp
+        raise PlanError(
+            f"`devices.{role}` has {len(devices)} devices, which `parallel.{role}.tp` = {tp} does not divide. "
+            f"Give it {f'{fitting} or ' if fitting else ''}{fitting + tp} devices, or change `parallel.{role}.tp`."
+        )
+    instances = [devices[start : start + tp] for start in range(0, len(devices), tp)]
+    for instance in instances:
+        if len({device.node for device in instance}) > 1:
+            spread = ", ".join(f"{device.index} on {pool.by_id[device.node].title}" for device in instance)
+            raise PlanError(
+                f"`devices.{role}`: an instance of `parallel.{role}.tp` = {tp} would span nodes (devices {spread}). "
+                f"Give it devices in runs of {tp} from each node, or choose a smaller `parallel.{role}.tp`."
+            )
+    workers: Iterable[tuple[Device, ...]] = instances if role in INSTANCE_ROLES else ((device,) for device in devices)
+    return tuple(Placement(role, rank, own[0].node, own, own[0].kind) for rank, own in enumerate(workers))
+
+
+def _estimate(role: Role, placements: Sequence[Placement], tp: int, num_parameters: int, config: RunConfig) -> Memory:
+    num_devices = sum(max(1, len(placement.devices)) for placement in placements)
+    return device_memory(role, num_parameters, num_devices, tp, compute_bytes(config.model.dtype, placements[0].kind))
+
+
+def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, tp: int, num_parameters: int, pool: Pool) -> None:
+    """Refuse what cannot fit on a GPU. Roles that share one take turns, so each has to fit by itself."""
+    used = {device.node for device in devices}
+    for node in pool.nodes:
+        if node.id not in used or node.kind != "gpu" or node.memory_gib is None or memory.total <= node.memory_gib * GIB:
+            continue
+        divided_by = tp if role == "actor_infer" else len(devices)
+        least = math.ceil(memory.total * divided_by / (node.memory_gib * GIB))
+        if role == "actor_infer":
+            advice = f"Set `parallel.{role}.tp` to {least} or more"
+        else:
+            advice = f"Give `devices.{role}` {least} such GPUs or more"
+        raise PlanError(
+            f"`devices.{role}`: {num_parameters / 1e9:.2f} billion parameters, divided by {divided_by}, need at least "
+            f"{memory.total / GIB:.1f} GiB of a GPU ({memory}), and {node.title}'s have {node.memory_gib:g} GiB. "
+            f"{advice}, or choose a smaller model."
+        )

@@ -1,0 +1,108 @@
+"""A plan as people read it: one table of roles, one of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from drumroll.config.models import Role
+from drumroll.plan.cost import GIB
+from drumroll.plan.placement import Placement, Plan
+from drumroll.plan.pool import Node, Pool
+
+
+def render(plan: Plan, pool: Pool) -> RenderableType:
+    """Both tables under one line that says what the pool is."""
+    size = f" · {plan.num_parameters / 1e6:,.1f} M parameters" if plan.num_parameters is not None else ""
+    return Group(Text(f"Pool: {pool.describe()}{size}"), role_table(plan, pool), stage_table(plan))
+
+
+def role_table(plan: Plan, pool: Pool) -> Table:
+    """Where each role's ranks stand; neighbouring nodes with the same layout share a line."""
+    table = Table(title="Roles", title_justify="left")
+    for column in ("role", "ranks", "node", "devices", "parallel", "memory per device", "shared with"):
+        table.add_column(column)
+    for role in plan.roles:
+        for line, placements in enumerate(_alike(plan.workers(role), pool)):
+            nodes = list(dict.fromkeys(placement.node for placement in placements))
+            devices = [device for placement in placements for device in placement.devices]
+            table.add_row(
+                role if line == 0 else "",
+                ranges([placement.rank for placement in placements]),
+                _titles([pool.by_id[node] for node in nodes]),
+                f"{ranges([device.index for device in devices])} ({devices[0].kind})" if devices else "host",
+                _parallel(plan, role) if line == 0 else "",
+                _memory(plan, role, pool.by_id[nodes[0]]),
+                _shared(plan, role) if line == 0 else "",
+            )
+    return table
+
+
+def stage_table(plan: Plan) -> Table:
+    """Who uses which device when; roles of one stage on one device take turns."""
+    table = Table(title="Stages", title_justify="left")
+    table.add_column("devices")
+    for stage in plan.stages:
+        table.add_column(stage)
+    uses: dict[tuple[tuple[Role, ...], ...], list[int]] = {}
+    for device, stages in plan.stage_table().items():
+        uses.setdefault(tuple(stages.values()), []).append(device.index)
+    for roles, indices in uses.items():
+        table.add_row(ranges(indices), *(", ".join(names) if names else Text("idle", style="dim") for names in roles))
+    at_host = [role for role in plan.roles if not plan.devices(role)]
+    if at_host:
+        table.caption = f"On host processors: {', '.join(at_host)}"
+        table.caption_justify = "left"
+    return table
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` → `0-2,5`, in the order given."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def _alike(placements: Sequence[Placement], pool: Pool) -> list[list[Placement]]:
+    """The placements by node, and neighbouring nodes together where they have the same make and the same local devices."""
+    by_node = [list(group) for _, group in groupby(placements, key=lambda placement: placement.node)]
+
+    def layout(group: list[Placement]) -> tuple[object, ...]:
+        node = pool.by_id[group[0].node]
+        return node.kind, node.memory_gib, node.labels.get(node.kind), tuple(tuple(d.local for d in p.devices) for p in group)
+
+    return [[placement for group in groups for placement in group] for _, groups in groupby(by_node, key=layout)]
+
+
+def _titles(nodes: Sequence[Node]) -> str:
+    label = nodes[0].labels.get(nodes[0].kind)
+    titles = nodes[0].title if len(nodes) == 1 else f"{nodes[0].title} … {nodes[-1].title} ({len(nodes)})"
+    return f"{titles} {label}" if label else titles
+
+
+def _parallel(plan: Plan, role: Role) -> str:
+    tp, devices = plan.tp.get(role, 1), plan.devices(role)
+    if not devices:
+        return f"{len(plan.workers(role))} worker{'' if len(plan.workers(role)) == 1 else 's'}"
+    return f"dp {len(devices) // tp} × tp {tp}"
+
+
+def _memory(plan: Plan, role: Role, node: Node) -> str:
+    if role not in plan.memory:
+        return "–"
+    need = plan.memory[role].total / GIB
+    size = f"{need:.1f} GiB" if need >= 0.1 else f"{need * 1024:.1f} MiB"
+    return f"≥ {size} of {node.memory_gib:g} GiB" if plan.devices(role) and node.memory_gib else f"≥ {size}"
+
+
+def _shared(plan: Plan, role: Role) -> str:
+    others = [f"{other} ({plan.relation(role, other)})" for other in plan.conflicts(role)]
+    return ", ".join(others) if others else "–"

@@ -1,0 +1,164 @@
+"""The run folder: where everything of a run lies, and the promise that no run is ever overwritten.
+
+    <run>/config.yaml                  resolved config; its presence says that the folder holds a run
+          plugins/                     sources of the plugin files that the config names, and index.json with their hashes
+          metrics.jsonl, tensorboard/  numbers of every step
+          eval.jsonl                   held-out results
+          store/                       every trajectory (see `record.store`)
+          checkpoints/step-000010/     Hugging Face folders
+          model/initial/, model/final/ Hugging Face folders
+          curve.png, summary.json      what the end prints
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drumroll.errors import RunFolderError
+from drumroll.record.files import write_json, write_text, write_yaml
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run. `create` makes a new folder, `open` finds an existing one; both give absolute paths."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, path: str | Path | None, name: str, config: Mapping[str, Any]) -> RunFolder:
+        """Claim a new or empty folder (`runs/<name>-<time>` when `path` is None) and write the resolved config into it."""
+        folder = cls._fresh(name) if path is None else cls._claim(Path(path))
+        write_yaml(folder.config_file, config)
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The run in an existing folder."""
+        folder = cls(Path(path).expanduser().absolute())
+        if not folder.config_file.is_file():
+            raise RunFolderError(f"'{path}' holds no run: {folder._what_is_there()}. Give the folder that the run printed.{folder._nearby()}")
+        return folder
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def plugins(self) -> Path:
+        return self.root / "plugins"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def eval_file(self) -> Path:
+        return self.root / "eval.jsonl"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def initial_model(self) -> Path:
+        return self.root / "model" / "initial"
+
+    @property
+    def final_model(self) -> Path:
+        return self.root / "model" / "final"
+
+    @property
+    def curve_file(self) -> Path:
+        return self.root / "curve.png"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.root / "summary.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of the checkpoint after a step. Write it with `files.aside`, so that it is there whole or not at all."""
+        return self.root / "checkpoints" / f"step-{step:06d}"
+
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoints that exist, by step, oldest first."""
+        found = {int(path.name[5:]): path for path in self.root.glob("checkpoints/step-*") if path.name[5:].isdigit()}
+        return dict(sorted(found.items()))
+
+    def config(self) -> dict[str, Any]:
+        """The resolved config as plain values."""
+        config: dict[str, Any] = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        return config
+
+    def save_plugins(self, sources: Mapping[str, str]) -> None:
+        """Keep the sources of plugin files (path as the config names it → text), each under a name that holds its hash."""
+        index = {}
+        for path, source in sources.items():
+            digest = hashlib.sha256(source.encode()).hexdigest()
+            copy = self.plugins / f"{Path(path).stem}-{digest[:12]}.py"
+            write_text(copy, source)
+            index[path] = {"file": copy.name, "sha256": digest}
+        if index:
+            write_json(self.plugins / "index.json", index)
+
+    @classmethod
+    def _fresh(cls, name: str) -> RunFolder:
+        stem = f"{re.sub(r'[^\w.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for attempt in itertools.count(1):
+            root = Path("runs") / (stem if attempt == 1 else f"{stem}-{attempt}")
+            try:
+                root.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise RunFolderError(_cannot_make(root, error)) from error
+            return cls._claim(root)
+        raise AssertionError("itertools.count ended")
+
+    @classmethod
+    def _claim(cls, path: Path) -> RunFolder:
+        folder = cls(path.expanduser().absolute())
+        try:
+            folder.root.mkdir(parents=True, exist_ok=True)
+            others = sorted(entry.name for entry in folder.root.iterdir())
+            if not others:
+                folder.store.mkdir()  # atomic: of two runs that start at once, one gets the folder
+        except FileExistsError:
+            others = [folder.store.name]
+        except OSError as error:
+            raise RunFolderError(_cannot_make(path, error)) from error
+        if not others:
+            return folder
+        held = "already holds a run" if folder.config_file.name in others or folder.store.name in others else folder._what_is_there()
+        raise RunFolderError(
+            f"run_dir: '{path}' {held}, and nothing in it is overwritten. Choose a new or empty folder with `run_dir=PATH`, "
+            f"leave `run_dir` out to get `runs/<name>-<time>`, or move the old one away."
+        )
+
+    def _what_is_there(self) -> str:
+        if not self.root.exists():
+            return "it does not exist"
+        if not self.root.is_dir():
+            return "is a file"
+        names = sorted(entry.name for entry in self.root.iterdir())
+        return f"contains {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "it is empty"
+
+    def _nearby(self) -> str:
+        runs = sorted(self.root.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+        return f" The newest run in it is '{runs[-1].parent.name}'." if runs else ""
+
+
+def _cannot_make(path: Path, error: OSError) -> str:
+    return f"run_dir: '{path}' cannot be made: {error.strerror}. Choose another folder with `run_dir=PATH`."

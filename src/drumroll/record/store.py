@@ -1,0 +1,372 @@
+"""The trajectory store: one SQLite row per sample, and the samples' payloads in append-only segment files.
+
+    recorder process                      any other process, at any time
+      Writer.add ──► segment-000000.seg ◄── Reader.load(sample_id)
+             └─────► index.sqlite (WAL) ◄── Reader.query(Filter(...))
+
+A batch's payloads are on disk before the transaction that names them commits, so a row that can be seen can be loaded.
+A record is its length and CRC-32 (little-endian, 4 bytes each) and then the payload of `record.encoding`: a tail that a
+crash tore off is recognised. Readers take no lock that the writer waits for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import sqlite3
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from drumroll.errors import RunFolderError, UserError
+from drumroll.record.encoding import decode_trajectory, encode_trajectory, to_json
+from drumroll.types import SampleInfo, Trajectory
+
+SCHEMA = 1
+"""Version of the tables and the record layout; a store with a larger one is refused."""
+
+SEGMENT_BYTES = 64 * 2**20
+"""A segment that has grown past this is followed by a new one."""
+
+_HEADER = struct.Struct("<II")
+_INDEX = "index.sqlite"
+_REPLY_CHARACTERS = 200
+_TABLE = """
+CREATE TABLE samples (
+    sample_id TEXT PRIMARY KEY, phase TEXT NOT NULL, step INTEGER NOT NULL, group_id TEXT NOT NULL, task_id TEXT NOT NULL,
+    domain TEXT NOT NULL, reward REAL, success INTEGER, stop_reason TEXT NOT NULL, num_prompt_tokens INTEGER NOT NULL,
+    num_new_tokens INTEGER NOT NULL, oldest_version INTEGER NOT NULL, temperature REAL NOT NULL, seed INTEGER NOT NULL,
+    reward_parts TEXT NOT NULL, metrics TEXT NOT NULL, timings TEXT NOT NULL, error TEXT NOT NULL, reply TEXT NOT NULL,
+    segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, time REAL NOT NULL
+);
+CREATE INDEX samples_by_step ON samples (phase, step);
+"""
+
+Order = Literal["newest", "oldest", "best", "worst", "longest"]
+
+_ORDERS: dict[Order, str] = {
+    "newest": "rowid DESC",
+    "oldest": "rowid",
+    "best": "reward IS NULL, reward DESC, rowid",
+    "worst": "reward IS NULL, reward, rowid",
+    "longest": "num_new_tokens DESC, rowid",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What the index knows of a sample. The fields are the table's columns."""
+
+    sample_id: str
+    phase: str
+    """`train`, `eval`, or what else the run called it."""
+    step: int
+    group_id: str
+    task_id: str
+    domain: str
+    reward: float | None
+    success: bool | None
+    stop_reason: str
+    num_prompt_tokens: int
+    num_new_tokens: int
+    oldest_version: int
+    temperature: float
+    seed: int
+    reward_parts: Mapping[str, float]
+    metrics: Mapping[str, float]
+    timings: Mapping[str, float]
+    error: str
+    reply: str
+    """Beginning of the policy's last turn."""
+    segment: int
+    offset: int
+    length: int
+    time: float
+    """Seconds since the epoch when it was written."""
+
+
+_COLUMNS = tuple(f.name for f in fields(SampleRow))
+_UPSERT = (
+    f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))}) "
+    f"ON CONFLICT (sample_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _COLUMNS[1:])}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """An interval of numbers, ends included unless they are open."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_is_open: bool = False
+    high_is_open: bool = False
+
+    @classmethod
+    def at(cls, value: float) -> Bounds:
+        return cls(value, value)
+
+    @classmethod
+    def parse(cls, text: str) -> Bounds:
+        """`0.5`, `>=0.5`, `>0.5`, `<=0.5`, `<0.5`, or `0.2..0.8`."""
+        number = r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*"
+        if match := re.fullmatch(rf"(>=|<=|>|<|==?|){number}", text.strip()):
+            sign, value = match[1], float(match[2])
+            if sign.startswith(">"):
+                return cls(low=value, low_is_open=sign == ">")
+            if sign.startswith("<"):
+                return cls(high=value, high_is_open=sign == "<")
+            return cls.at(value)
+        if match := re.fullmatch(rf"{number}\.\.{number}", text):
+            return cls(float(match[1]), float(match[2]))
+        raise UserError(f"'{text}' is no range of numbers. Write 0.5, >=0.5, >0.5, <=0.5, <0.5 or 0.2..0.8.")
+
+    def conditions(self, column: str) -> Iterator[tuple[str, float]]:
+        if self.low > -math.inf:
+            yield f"{column} {'>' if self.low_is_open else '>='} ?", self.low
+        if self.high < math.inf:
+            yield f"{column} {'<' if self.high_is_open else '<='} ?", self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which samples a query wants; what is None does not matter."""
+
+    phase: str | None = None
+    step: Bounds | None = None
+    reward: Bounds | None = None
+    domain: str | None = None
+    stop_reason: str | None = None
+    success: bool | None = None
+    task_id: str | None = None
+    group_id: str | None = None
+
+    def where(self) -> tuple[str, list[Any]]:
+        """An SQL condition and its parameters."""
+        conditions: list[tuple[str, Any]] = []
+        for f in fields(self):
+            match getattr(self, f.name):
+                case None:
+                    pass
+                case Bounds() as bounds:
+                    conditions += bounds.conditions(f.name)
+                case value:
+                    conditions.append((f"{f.name} = ?", _storable(value)))
+        return " AND ".join(text for text, _ in conditions) or "TRUE", [value for _, value in conditions]
+
+
+class Writer:
+    """Writes the store. One at a time: a second one on the same folder is refused."""
+
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db = sqlite3.connect(folder / _INDEX, timeout=30.0)
+            self._prepare()
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise RunFolderError(f"'{folder}' is being written by another process. A store has one writer; readers may be many.") from error
+        except BaseException:
+            os.close(self._lock)
+            raise
+        # A segment is never appended to after a restart, so that whatever a crash left at its end stays behind.
+        self._number = max((int(path.stem.removeprefix("segment-")) for path in folder.glob("segment-*.seg")), default=-1)
+        self._open_next_segment()
+
+    def add(self, trajectories: Sequence[Trajectory], phase: str, step: int) -> None:
+        """Write a batch in one transaction; samples that are there already are replaced."""
+        payloads = [encode_trajectory(trajectory) for trajectory in trajectories]
+        start = offset = self._segment.tell()
+        rows = []
+        for trajectory, payload in zip(trajectories, payloads, strict=True):
+            rows.append(_row(trajectory, phase, step, self._number, offset, len(payload)))
+            offset += _HEADER.size + len(payload)
+        try:
+            for payload in payloads:
+                self._segment.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+            self._segment.flush()
+            os.fsync(self._segment.fileno())
+            with self._db:
+                self._db.executemany(_UPSERT, rows)
+        except BaseException:
+            self._abandon(start)
+            raise
+        if offset >= self._segment_bytes:
+            self._segment.close()
+            self._open_next_segment()
+
+    def close(self) -> None:
+        """End writing, and leave one plain database file that can be read from anywhere, read-only folders included."""
+        self._segment.close()
+        with closing(self._db), suppress(sqlite3.OperationalError):  # a reader that is still there keeps the log in use
+            self._db.execute("PRAGMA busy_timeout = 0")
+            self._db.execute("PRAGMA journal_mode = DELETE")
+        os.close(self._lock)
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        if _schema_version(self._db, self._folder) == 0:
+            self._db.executescript(f"BEGIN; {_TABLE} PRAGMA user_version = {SCHEMA}; COMMIT;")
+
+    def _open_next_segment(self) -> None:
+        self._number += 1
+        self._segment = _segment_file(self._folder, self._number).open("xb")
+
+    def _abandon(self, start: int) -> None:
+        """Forget a batch that could not be written; the next one goes to a new segment."""
+        with suppress(OSError):
+            self._segment.close()
+        with suppress(OSError):
+            os.truncate(_segment_file(self._folder, self._number), start)
+        self._open_next_segment()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Reader:
+    """Reads a store, also one that is being written: each call sees everything committed before it."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / _INDEX
+        if not index.is_file():
+            raise RunFolderError(f"'{folder}' has no trajectories yet: there is no {_INDEX} in it.")
+        self._folder = folder
+        self._db = sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
+        with self._close_on_error():
+            if _schema_version(self._db, folder) == 0:
+                raise RunFolderError(f"'{folder}' has no trajectories yet: its writer has only just started.")
+
+    def query(self, where: Filter = Filter(), order: Order = "oldest", limit: int | None = None) -> list[SampleRow]:  # noqa: B008 - frozen
+        """The samples that a filter lets through."""
+        condition, values = where.where()
+        sql = f"SELECT {', '.join(_COLUMNS)} FROM samples WHERE {condition} ORDER BY {_ORDERS[order]} LIMIT ?"
+        return [_from_columns(columns) for columns in self._db.execute(sql, [*values, -1 if limit is None else limit]).fetchall()]
+
+    def count(self, where: Filter = Filter()) -> int:  # noqa: B008 - frozen
+        condition, values = where.where()
+        (number,) = self._db.execute(f"SELECT COUNT(*) FROM samples WHERE {condition}", values).fetchone()
+        return int(number)
+
+    def row(self, sample_id: str) -> SampleRow:
+        """One sample's row, or an error that names samples like it."""
+        sql = f"SELECT {', '.join(_COLUMNS)} FROM samples WHERE sample_id = ?"
+        columns = self._db.execute(sql, [_storable(sample_id)]).fetchone()
+        if columns is None:
+            like = self._db.execute("SELECT sample_id FROM samples WHERE instr(sample_id, ?) LIMIT 3", [_storable(sample_id)]).fetchall()
+            hint = f" Samples with that in their name: {', '.join(name for (name,) in like)}." if like else ""
+            raise RunFolderError(f"no sample '{sample_id}' in '{self._folder}'.{hint} `drumroll show RUN` lists them.")
+        return _from_columns(columns)
+
+    def load(self, sample_id: str) -> Trajectory:
+        """The whole trajectory, exactly as it was recorded."""
+        row = self.row(sample_id)
+        path = _segment_file(self._folder, row.segment)
+        try:
+            with path.open("rb") as file:
+                file.seek(row.offset)
+                record = file.read(_HEADER.size + row.length)
+        except OSError as error:
+            raise RunFolderError(f"'{path}', which holds the tokens of '{sample_id}', cannot be read: {error.strerror}.") from error
+        payload = record[_HEADER.size :]
+        if len(payload) != row.length or _HEADER.unpack(record[: _HEADER.size]) != (row.length, zlib.crc32(payload)):
+            raise RunFolderError(
+                f"'{path}': the record of '{sample_id}' at byte {row.offset} is torn or damaged "
+                f"({len(payload)} of {row.length} bytes are there). Its figures are still in the index; its text and tokens are lost."
+            )
+        return decode_trajectory(payload)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _close_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _segment_file(folder: Path, number: int) -> Path:
+    return folder / f"segment-{number:06d}.seg"
+
+
+def _schema_version(db: sqlite3.Connection, folder: Path) -> int:
+    """The store's schema version, 0 when it has no tables yet. One that this code does not know is an error."""
+    try:
+        (found,) = db.execute("PRAGMA user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise RunFolderError(f"'{folder / _INDEX}' is no trajectory index: {error}.") from error
+    if found > SCHEMA:
+        raise RunFolderError(
+            f"'{folder}' was written by a newer drumroll: store schema {found}, this one knows up to {SCHEMA}. Upgrade drumroll to read it."
+        )
+    return int(found)
+
+
+def _row(trajectory: Trajectory, phase: str, step: int, segment: int, offset: int, length: int) -> tuple[Any, ...]:
+    info = SampleInfo.of(trajectory)
+    row = SampleRow(
+        sample_id=info.sample_id,
+        phase=phase,
+        step=step,
+        group_id=info.group_id,
+        task_id=info.task_id,
+        domain=info.domain,
+        reward=None if info.reward is None else float(info.reward),
+        success=None if info.success is None else bool(info.success),
+        stop_reason=info.stop_reason,
+        num_prompt_tokens=info.num_prompt_tokens,
+        num_new_tokens=info.num_new_tokens,
+        oldest_version=info.oldest_version,
+        temperature=float(trajectory.sampling.temperature),
+        seed=int(trajectory.seed),
+        reward_parts=info.reward_parts,
+        metrics=info.metrics,
+        timings=info.timings,
+        error=info.error,
+        reply=trajectory.last_reply[:_REPLY_CHARACTERS],
+        segment=segment,
+        offset=offset,
+        length=length,
+        time=time.time(),
+    )
+    return tuple(_storable(getattr(row, name)) for name in _COLUMNS)
+
+
+def _storable(value: Any) -> Any:
+    """A value as SQLite takes it: mappings as JSON, text without the lone surrogates that UTF-8 lacks."""
+    if isinstance(value, Mapping):
+        return to_json(value)
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _from_columns(columns: tuple[Any, ...]) -> SampleRow:
+    values = dict(zip(_COLUMNS, columns, strict=True))
+    values["success"] = None if values["success"] is None else bool(values["success"])
+    for name in ("reward_parts", "metrics", "timings"):
+        values[name] = {key: float(value) for key, value in json.loads(values[name]).items()}
+    return SampleRow(**values)

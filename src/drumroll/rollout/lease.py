@@ -1,0 +1,23 @@
+"""What the scheduler hands to environment workers, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumroll.types import Sampling, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The order to run one sample's episode on one engine."""
+
+    sample_id: str
+    group_id: str
+    task: Task
+    seed: int
+    sampling: Sampling
+    engine: int
+    """Rank of the engine that generates for it."""
+    attempt: int = 0
+    """Leases of this sample before this one; the seed stays the same."""
+    deadline_s: float = 600.0

@@ -1,0 +1,150 @@
+"""Trajectories → `Batch`, and parts of a batch: which trajectories go to which rank and into which pass.
+
+Everything here is deterministic: the same trajectories give the same batch whatever order they arrived in, and the same
+lengths give the same split.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drumroll.types import Batch, Trajectory
+
+
+def pack(trajectories: Sequence[Trajectory]) -> Batch:
+    """All trajectories end to end, ordered by sample id; groups are numbered in that order and every weight is 0."""
+    ordered = sorted(trajectories, key=lambda trajectory: trajectory.sample_id)
+    groups: dict[str, int] = {}
+    for trajectory in ordered:
+        assert trajectory.reward is not None, f"{trajectory.sample_id} has no verdict ({trajectory.stop_reason}): it must not be packed"
+        groups.setdefault(trajectory.group_id, len(groups))
+    return _assemble(
+        sample_ids=[trajectory.sample_id for trajectory in ordered],
+        token_ids=[trajectory.token_ids for trajectory in ordered],
+        loss_mask=[trajectory.loss_mask for trajectory in ordered],
+        behaviour_logp=_joined([trajectory.logp for trajectory in ordered], np.float32),
+        token_version=_joined([trajectory.token_version for trajectory in ordered], np.int64),
+        rewards=torch.tensor([trajectory.reward for trajectory in ordered], dtype=torch.float32),
+        group_index=torch.tensor([groups[trajectory.group_id] for trajectory in ordered], dtype=torch.int64),
+        temperature=torch.tensor([trajectory.sampling.temperature for trajectory in ordered], dtype=torch.float32),
+        top_p=torch.tensor([trajectory.sampling.top_p for trajectory in ordered], dtype=torch.float32),
+        top_k=torch.tensor([trajectory.sampling.top_k for trajectory in ordered], dtype=torch.int64),
+    )
+
+
+def pack_demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], ids: Sequence[str] | None = None) -> Batch:
+    """(prompt ids, completion ids) → a batch to imitate: the loss is on the completions, in the order given.
+
+    Every demonstration is a group of its own, with the model's own distribution as its sampling settings.
+    """
+    size = len(pairs)
+    num_tokens = sum(len(prompt) + len(completion) for prompt, completion in pairs)
+    return _assemble(
+        sample_ids=ids if ids is not None else [f"demonstration/{number}" for number in range(size)],
+        token_ids=[np.asarray([*prompt, *completion], dtype=np.int32) for prompt, completion in pairs],
+        loss_mask=[np.arange(len(prompt) + len(completion)) >= len(prompt) for prompt, completion in pairs],
+        behaviour_logp=torch.zeros(num_tokens),
+        token_version=torch.full((num_tokens,), -1),
+        rewards=torch.zeros(size),
+        group_index=torch.arange(size),
+        temperature=torch.ones(size),
+        top_p=torch.ones(size),
+        top_k=torch.zeros(size, dtype=torch.int64),
+    )
+
+
+def select(batch: Batch, indices: Sequence[int]) -> Batch:
+    """The trajectories at these indices, in this order; also none."""
+    if list(indices) == list(range(batch.num_trajectories)):
+        return batch
+    index_N = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
+    lengths_N = batch.offsets.diff()[index_N]
+    offsets = torch.nn.functional.pad(lengths_N.cumsum(0), (1, 0))
+    # Token i of the result lies at (start in the source) + (i - start in the result).
+    index_T = (batch.offsets[index_N] - offsets[:-1]).repeat_interleave(lengths_N)
+    index_T += torch.arange(len(index_T), device=index_T.device)
+
+    def tokens(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value[index_T]
+
+    return batch.with_fields(
+        sample_ids=tuple(batch.sample_ids[index] for index in indices),
+        offsets=offsets,
+        **{name: tokens(getattr(batch, name)) for name in _PER_TOKEN},
+        **{name: getattr(batch, name)[index_N] for name in _PER_TRAJECTORY},
+    )
+
+
+def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of `lengths` in `parts` shards with about equally many tokens each; a shard may be empty."""
+    shards: list[list[int]] = [[] for _ in range(parts)]
+    lightest = [(0, part) for part in range(parts)]
+    for index in _longest_first(lengths):
+        tokens, part = heapq.heappop(lightest)
+        shards[part].append(index)
+        heapq.heappush(lightest, (tokens + lengths[index], part))
+    return [sorted(shard) for shard in shards]
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of `lengths` in few passes of at most `max_tokens` each; a longer trajectory gets a pass of its own."""
+    passes: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens that still fit, pass), only where the shortest trajectory still fits
+    shortest = min(lengths, default=0)
+    for index in _longest_first(lengths):
+        slot = next((slot for slot, (free, _) in enumerate(room) if free >= lengths[index]), None)
+        if slot is None:
+            room.append((max_tokens, len(passes)))
+            passes.append([])
+            slot = len(room) - 1
+        free, number = room[slot]
+        passes[number].append(index)
+        room[slot] = (free - lengths[index], number)
+        if room[slot][0] < shortest:
+            del room[slot]
+    return [sorted(indices) for indices in passes]
+
+
+_PER_TOKEN = (
+    "token_ids",
+    "position_ids",
+    "loss_mask",
+    "weight",
+    "behaviour_logp",
+    "token_version",
+    "advantages",
+    "old_logp",
+    "ref_logp",
+)
+_PER_TRAJECTORY = ("rewards", "group_index", "temperature", "top_p", "top_k")
+
+
+def _assemble(
+    sample_ids: Sequence[str], token_ids: Sequence[np.ndarray], loss_mask: Sequence[np.ndarray], **fields: Tensor
+) -> Batch:
+    lengths = [len(ids) for ids in token_ids]
+    offsets = torch.tensor([0, *np.cumsum(lengths, dtype=np.int64)], dtype=torch.int64)
+    position_ids = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())
+    mask = _joined(loss_mask, np.bool_)
+    return Batch(
+        sample_ids=tuple(sample_ids),
+        token_ids=_joined(token_ids, np.int64),
+        position_ids=position_ids,
+        offsets=offsets,
+        loss_mask=mask & (position_ids > 0),  # nothing predicts a trajectory's first token
+        weight=torch.zeros(len(mask)),
+        **fields,
+    )
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype))
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))

@@ -1,0 +1,40 @@
+"""From what an environment says to tokens, and from sampled tokens back to text; never twice over the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drumroll.text.chat import continuation_ids, messages_to_ids
+from drumroll.text.tokenizer import Tokenizer
+from drumroll.types import Message
+
+
+class Renderer:
+    """Renders prompts as plain text or by the tokenizer's chat template, as each environment step asks."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def first(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[list[int], str]:
+        """Tokens and text that open an episode."""
+        if messages is not None:
+            ids = messages_to_ids(self.tokenizer, messages)
+            return ids, self.tokenizer.decode(ids, keep_special=True)
+        if prompt is None:
+            raise ValueError("the environment's first step has neither `prompt` nor `messages`")
+        return self.tokenizer.encode_prompt(prompt), prompt
+
+    def next(self, prompt: str | None, messages: Sequence[Message] | None, *, ended: bool) -> tuple[list[int], str]:
+        """Tokens and text that follow a reply. `ended`: the reply closed itself with its end token."""
+        if messages is not None:
+            ids = continuation_ids(self.tokenizer, messages, ended=ended)
+            return ids, self.tokenizer.decode(ids, keep_special=True)
+        if prompt is None:
+            raise ValueError("the environment is not done, but its step has neither `prompt` nor `messages`")
+        return self.tokenizer.encode(prompt), prompt
+
+    def reply_text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
+        """What the policy said, without end tokens and without the stop string that ended it."""
+        text = self.tokenizer.decode(ids)
+        cuts = [at for word in stop if (at := text.find(word)) >= 0]
+        return text[: min(cuts)] if cuts else text

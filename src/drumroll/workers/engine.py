@@ -1,0 +1,94 @@
+"""The `actor_infer` role: one engine, shared by many clients."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from drumroll.backends.infer.base import Checksums, InferBackend
+from drumroll.cluster.transport import WeightReceiver
+from drumroll.config.models import EngineConfig
+from drumroll.registry import REGISTRY
+from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo, Version
+
+
+class EngineWorker:
+    """Routes requests of several clients to one backend and its chunks back to whoever asked."""
+
+    def __init__(self, rank: RankInfo, *, engine: dict[str, Any], model_folder: str, dtype: str) -> None:
+        entry = REGISTRY.lookup("infer_backend", engine["kind"])
+        config = entry.schema(EngineConfig).model_validate(engine)
+        self._backend: InferBackend = entry.target(config, Path(model_folder), dtype)
+        self._backend.setup(rank)
+        self._receiver = WeightReceiver(rank)
+        self._owner: dict[str, tuple[str, str]] = {}
+        """Backend's request id → (client, the client's own id)."""
+        self._inbox: dict[str, list[Chunk]] = defaultdict(list)
+        self._news: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._pump: asyncio.Task[None] | None = None
+
+    async def submit(self, client: str, requests: Sequence[GenRequest]) -> None:
+        renamed = [replace(request, id=uuid.uuid4().hex) for request in requests]
+        self._owner.update({new.id: (client, old.id) for new, old in zip(renamed, requests, strict=True)})
+        self._backend.submit(renamed)
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._route())
+
+    async def poll(self, client: str, wait_s: float) -> list[Chunk]:
+        """The client's chunks since its last poll; waits for the first up to `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._news[client].wait()
+        except TimeoutError:
+            pass
+        if self._pump is not None and self._pump.done():
+            await self._pump  # raises what broke the engine
+        self._news[client].clear()
+        return self._inbox.pop(client, [])
+
+    async def abort(self, client: str, ids: Sequence[str]) -> None:
+        wanted = {(client, request_id) for request_id in ids}
+        self._backend.abort([own for own, owner in self._owner.items() if owner in wanted])
+
+    async def _route(self) -> None:
+        """Pass chunks on for as long as the engine lives. A failure wakes every client, whose poll then raises it."""
+        try:
+            while True:
+                for chunk in await self._backend.poll(1.0):
+                    client, own_id = self._owner[chunk.id]
+                    if chunk.finish is not None:
+                        del self._owner[chunk.id]
+                    self._inbox[client].append(replace(chunk, id=own_id))
+                    self._news[client].set()
+        finally:
+            for event in self._news.values():
+                event.set()
+
+    async def update(self, version: Version, source: Any, cache: Literal["keep", "recompute"] = "keep") -> Checksums:
+        """Take weights from where the trainers put them."""
+        return await self._backend.update(version, self._receiver.buckets(source), cache)
+
+    async def pause(self) -> None:
+        await self._backend.pause()
+
+    async def resume(self) -> None:
+        await self._backend.resume()
+
+    async def sleep(self) -> None:
+        await self._backend.sleep()
+
+    async def wake(self) -> None:
+        await self._backend.wake()
+
+    async def load(self) -> EngineLoad:
+        return self._backend.load()
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+        await self._backend.close()
