@@ -73,20 +73,29 @@ def export(
 def show(
     run: RunPath,
     sample: Annotated[str | None, typer.Argument(metavar="[SAMPLE]", help="Print this sample in full.")] = None,
-    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
-    phase: Annotated[str | None, typer.Option(help="train, eval_sampled, eval_greedy, comparison_sampled or comparison_greedy.")] = None,
-    reward: Annotated[str | None, typer.Option(help="Only rewards in this range, for example '>=0.5' or '<0'.")] = None,
+    step: Annotated[str | None, typer.Option(help="Only these steps: '3', '>=10' or '3..5'.")] = None,
+    phase: Annotated[str | None, typer.Option(help="train, eval or comparison.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Only these rewards: '1', '>=0.5', '<0' or '0.2..0.8'.")] = None,
     domain: Annotated[str | None, typer.Option(help="Only this domain.")] = None,
-    stop: Annotated[str | None, typer.Option(help="Only this stop reason.")] = None,
-    limit: Annotated[int, typer.Option(help="At most this many.")] = 20,
+    stop: Annotated[str | None, typer.Option(help="Only this stop reason, for example length.")] = None,
+    success: Annotated[bool | None, typer.Option("--success/--no-success", help="Only successes, or only others.")] = None,
+    limit: Annotated[int, typer.Option(help="At most this many.", min=1)] = 20,
     full: Annotated[bool, typer.Option("--full", help="Print every listed sample in full.")] = False,
 ) -> None:
     """List and print trajectories of a run, also while it goes on."""
     from drumroll.record.folder import RunFolder
-    from drumroll.record.show import show_samples
+    from drumroll.record.show import parse_filter, sample_table, trajectory_view
+    from drumroll.record.store import Reader
 
-    for part in show_samples(RunFolder.open(run), sample, step=step, phase=phase, reward=reward, domain=domain, stop=stop, limit=limit, full=full):
-        Console().print(part)
+    console = Console()
+    where = parse_filter(phase=phase, step=step, reward=reward, domain=domain, stop_reason=stop, success=success)
+    with Reader(RunFolder.open(run).store) as reader:
+        rows = [reader.row(sample)] if sample else reader.query(where, limit=limit)
+        if not sample and not full:
+            console.print(sample_table(rows, reader.count(where)))
+            return
+        for row in rows:
+            console.print(trajectory_view(row, reader.load(row.sample_id)))
 
 
 @app.command(name="list")

@@ -64,7 +64,7 @@ def nearest_sibling(path: Path) -> str:
 
 def _from_hub(repo_id: str, revision: str | None, repo_type: Literal["model", "dataset"], error: type[UserError]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -82,9 +82,9 @@ def _from_hub(repo_id: str, revision: str | None, repo_type: Literal["model", "d
             repo_id, repo_type=repo_type, revision=commit or revision, local_files_only=commit is None, etag_timeout=ANSWER_WITHIN_S, **patterns
         )
     except LocalEntryNotFoundError as absent:
-        incomplete = "only partly in" if isinstance(absent, IncompleteSnapshotError) else "not in"
+        presence = "only partly in" if hasattr(absent, "snapshot_path") else "not in"  # an interrupted download left something
         raise error(
-            f"'{repo_id}' is not a folder here, {wanted} is {incomplete} the local hub cache, and {trouble or 'the hub stopped answering'}."
+            f"'{repo_id}' is not a folder here, {wanted} is {presence} the local hub cache, and {trouble or 'the hub stopped answering'}."
             f"{nearest_sibling(Path(repo_id))} Check the spelling, or download it on a machine with access and give its folder."
         ) from absent
     except Exception as failure:

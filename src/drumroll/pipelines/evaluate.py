@@ -37,5 +37,5 @@ class Evaluator:
             GroupRequest(f"{label}/{step:06d}/{mode}/{place:05d}", task, size, ("eval", mode)) for place, task in enumerate(self._tasks)
         ]
         rollout = self._fleet.roll_out(requests, sampling)
-        self._fleet.record(f"{label}_{mode}", step, rollout)
+        self._fleet.record(label, step, rollout)
         return rollout.samples

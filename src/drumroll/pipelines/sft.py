@@ -18,16 +18,18 @@ UPDATES_PER_CALL = 5
 def run(job: SftJob, folder: RunFolder) -> None:
     """Imitate demonstrations for `sft.steps` updates; report the held-out loss before and after."""
     with Recorder(job.cfg, folder) as rec, launch(job, folder, rec) as fleet:
-        rec.log_heldout_loss(0, fleet.heldout_loss())
-        fleet.begin_sft(job.cfg.sft, job.cfg.trainer.lr)
-        imitate(0, job.cfg.sft.steps, fleet, rec)
-        rec.log_heldout_loss(job.cfg.sft.steps, fleet.heldout_loss())
+        steps = job.cfg.sft.steps
+        rec.log_heldout_loss(0, fleet.heldout_loss(), last=False)
+        fleet.begin_sft(job.cfg.sft)
+        with rec.stage("imitating demonstrations", total=steps), rec.phase("update"):
+            imitate(0, steps, fleet, rec)
+        rec.log_heldout_loss(steps, fleet.heldout_loss(), last=True)
         fleet.export(folder.final_model)
 
 
 def warm_up(cfg: SftConfig, fleet: Fleet, rec: Recorder) -> None:
     """Fine-tune the trainers before RL, and remember where that led."""
-    fleet.begin_sft(cfg, fleet.default_lr)
+    fleet.begin_sft(cfg)
     with rec.stage("warming up on demonstrations", total=cfg.steps), rec.phase("warmup"):
         imitate(0, cfg.steps, fleet, rec)
     fleet.remember_warm_up()
@@ -46,4 +48,4 @@ def imitate(first: int, steps: int, fleet: Fleet, rec: Recorder) -> None:
     """Updates `first` to `first + steps` of the demonstrations' endless order."""
     for start in range(first, first + steps, UPDATES_PER_CALL):
         count = min(UPDATES_PER_CALL, first + steps - start)
-        rec.log_sft(start, fleet.imitate(start, count))
+        rec.log_imitation(start, fleet.imitate(start, count))

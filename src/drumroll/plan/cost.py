@@ -82,8 +82,7 @@ def parameter_count(hf_config: Mapping[str, Any]) -> int | None:
     family = FAMILIES.get(str(hf_config.get("model_type")))
     try:
         vocab, hidden, mlp, layers, heads = (
-            int(hf_config[name])
-            for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+            int(hf_config[name]) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         )
     except (KeyError, TypeError, ValueError):
         return None

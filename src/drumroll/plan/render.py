@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -23,9 +24,10 @@ def render(plan: Plan, pool: Pool) -> RenderableType:
 
 def role_table(plan: Plan, pool: Pool) -> Table:
     """Where each role's ranks stand; neighbouring nodes with the same layout share a line."""
-    table = Table(title="Roles", title_justify="left")
-    for column in ("role", "ranks", "node", "devices", "parallel", "memory per device", "shared with"):
-        table.add_column(column)
+    table = Table(title="Roles", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    longest = max(map(len, plan.roles))  # names are never cut, however narrow the terminal
+    for column in ("role", "ranks", "node", "devices", "parallel", "memory each", "shared with"):
+        table.add_column(column, min_width=longest if column in ("role", "shared with") else None)
     for role in plan.roles:
         for line, placements in enumerate(_alike(plan.workers(role), pool)):
             nodes = list(dict.fromkeys(placement.node for placement in placements))
@@ -33,7 +35,7 @@ def role_table(plan: Plan, pool: Pool) -> Table:
             table.add_row(
                 role if line == 0 else "",
                 ranges([placement.rank for placement in placements]),
-                _titles([pool.by_id[node] for node in nodes]),
+                _titles([pool.by_id[node] for node in nodes], with_label=bool(devices)),
                 f"{ranges([device.index for device in devices])} ({devices[0].kind})" if devices else "host",
                 _parallel(plan, role) if line == 0 else "",
                 _memory(plan, role, pool.by_id[nodes[0]]),
@@ -44,7 +46,7 @@ def role_table(plan: Plan, pool: Pool) -> Table:
 
 def stage_table(plan: Plan) -> Table:
     """Who uses which device when; roles of one stage on one device take turns."""
-    table = Table(title="Stages", title_justify="left")
+    table = Table(title="Stages", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
     table.add_column("devices")
     for stage in plan.stages:
         table.add_column(stage)
@@ -72,18 +74,22 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _alike(placements: Sequence[Placement], pool: Pool) -> list[list[Placement]]:
-    """The placements by node, and neighbouring nodes together where they have the same make and the same local devices."""
+    """The placements by node, and neighbouring nodes together where they have the same make and the same local devices.
+
+    Host processors are all alike."""
     by_node = [list(group) for _, group in groupby(placements, key=lambda placement: placement.node)]
 
     def layout(group: list[Placement]) -> tuple[object, ...]:
+        if not group[0].devices:
+            return ()
         node = pool.by_id[group[0].node]
         return node.kind, node.memory_gib, node.labels.get(node.kind), tuple(tuple(d.local for d in p.devices) for p in group)
 
     return [[placement for group in groups for placement in group] for _, groups in groupby(by_node, key=layout)]
 
 
-def _titles(nodes: Sequence[Node]) -> str:
-    label = nodes[0].labels.get(nodes[0].kind)
+def _titles(nodes: Sequence[Node], with_label: bool) -> str:
+    label = nodes[0].labels.get(nodes[0].kind) if with_label else None
     titles = nodes[0].title if len(nodes) == 1 else f"{nodes[0].title} … {nodes[-1].title} ({len(nodes)})"
     return f"{titles} {label}" if label else titles
 
@@ -92,7 +98,7 @@ def _parallel(plan: Plan, role: Role) -> str:
     tp, devices = plan.tp.get(role, 1), plan.devices(role)
     if not devices:
         return f"{len(plan.workers(role))} worker{'' if len(plan.workers(role)) == 1 else 's'}"
-    return f"dp {len(devices) // tp} × tp {tp}"
+    return f"dp {len(devices) // tp}" + (f" × tp {tp}" if tp > 1 else "")
 
 
 def _memory(plan: Plan, role: Role, node: Node) -> str:
@@ -104,5 +110,6 @@ def _memory(plan: Plan, role: Role, node: Node) -> str:
 
 
 def _shared(plan: Plan, role: Role) -> str:
-    others = [f"{other} ({plan.relation(role, other)})" for other in plan.conflicts(role)]
-    return ", ".join(others) if others else "–"
+    """Who else lives on the role's devices, a line each; `(part)` where the two do not have all devices in common."""
+    others = [other + ("" if plan.relation(role, other) == "colocated" else " (part)") for other in plan.conflicts(role)]
+    return "\n".join(others) if others else "–"

@@ -39,7 +39,9 @@ def decode_trajectory(payload: bytes) -> Trajectory:
     values = _unpack(payload)
     found = values.pop("format")
     if found > FORMAT:
-        raise RunFolderError(f"trajectory payload has format {found}, this drumroll reads up to {FORMAT}: upgrade drumroll to read this run.")
+        raise RunFolderError(
+            f"trajectory payload has format {found}, this drumroll reads up to {FORMAT}: upgrade drumroll to read this run."
+        )
     values["task"] = Task(**values["task"])
     values["turns"] = tuple(Turn(*turn) for turn in values["turns"])
     values["sampling"] = Sampling(**values["sampling"])
@@ -90,8 +92,14 @@ def _extension(value: Any) -> Any:
             return msgpack.ExtType(_BIG_INT, str(int(value)).encode())
         case Mapping():
             return dict(value)
-        case int() | float() | str() | bytes() | list():  # subclasses, such as enumerations and numpy strings
-            return next(base(value) for base in (int, float, str, bytes, list) if isinstance(value, base))
+        case str():  # from here on subclasses, such as enumerations and numpy strings
+            return str.__str__(value)
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+        case bytes() | list():
+            return value[:]
         case _:
             return repr(value)[:_REPR_CHARACTERS]
 

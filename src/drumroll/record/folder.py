@@ -8,6 +8,8 @@
           checkpoints/step-000010/     Hugging Face folders
           model/initial/, model/final/ Hugging Face folders
           curve.png, summary.json      what the end prints
+
+Files are written whole (see `record.files`); a name that begins with a dot is a draft that a crash left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class RunFolder:
         """The run in an existing folder."""
         folder = cls(Path(path).expanduser().absolute())
         if not folder.config_file.is_file():
-            raise RunFolderError(f"'{path}' holds no run: {folder._what_is_there()}. Give the folder that the run printed.{folder._nearby()}")
+            raise RunFolderError(
+                f"'{path}' holds no run: it {folder._what_is_there()}. Give the folder that the run printed.{folder._nearby()}"
+            )
         return folder
 
     @property
@@ -115,7 +119,7 @@ class RunFolder:
 
     @classmethod
     def _fresh(cls, name: str) -> RunFolder:
-        stem = f"{re.sub(r'[^\w.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        stem = re.sub(r"[^\w.-]+", "-", name) + time.strftime("-%Y%m%d-%H%M%S")
         for attempt in itertools.count(1):
             root = Path("runs") / (stem if attempt == 1 else f"{stem}-{attempt}")
             try:
@@ -132,28 +136,37 @@ class RunFolder:
         folder = cls(path.expanduser().absolute())
         try:
             folder.root.mkdir(parents=True, exist_ok=True)
-            others = sorted(entry.name for entry in folder.root.iterdir())
-            if not others:
-                folder.store.mkdir()  # atomic: of two runs that start at once, one gets the folder
+            is_ours = folder._is_empty() and folder._take()
         except FileExistsError:
-            others = [folder.store.name]
+            is_ours = False  # a file has that name
         except OSError as error:
             raise RunFolderError(_cannot_make(path, error)) from error
-        if not others:
+        if is_ours:
             return folder
-        held = "already holds a run" if folder.config_file.name in others or folder.store.name in others else folder._what_is_there()
+        held = "already holds a run" if folder.store.exists() or folder.config_file.exists() else folder._what_is_there()
         raise RunFolderError(
-            f"run_dir: '{path}' {held}, and nothing in it is overwritten. Choose a new or empty folder with `run_dir=PATH`, "
+            f"run_dir: '{path}' {held}, and nothing is overwritten. Choose a new or empty folder with `run_dir=PATH`, "
             f"leave `run_dir` out to get `runs/<name>-<time>`, or move the old one away."
         )
 
+    def _is_empty(self) -> bool:
+        return next(self.root.iterdir(), None) is None
+
+    def _take(self) -> bool:
+        """Atomic: of two runs that start at once in one folder, one gets it."""
+        try:
+            self.store.mkdir()
+        except FileExistsError:
+            return False
+        return True
+
     def _what_is_there(self) -> str:
         if not self.root.exists():
-            return "it does not exist"
+            return "does not exist"
         if not self.root.is_dir():
             return "is a file"
         names = sorted(entry.name for entry in self.root.iterdir())
-        return f"contains {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "it is empty"
+        return f"contains {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "is empty"
 
     def _nearby(self) -> str:
         runs = sorted(self.root.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)

@@ -144,7 +144,8 @@ def _number(value: Any, name: str, trajectory: Trajectory) -> float:
 
 def _short_name(entry: Entry) -> str:
     """The registered name, or the function's own where the config names it by path."""
-    return entry.target.__name__ if ":" in entry.name or entry.name.endswith(".py") else entry.name
+    by_path = ":" in entry.name or entry.name.endswith(".py")
+    return str(getattr(entry.target, "__name__", entry.name)) if by_path else entry.name
 
 
 def _unique(name: str, taken: Sequence[str]) -> str:

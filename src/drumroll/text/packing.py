@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drumroll.types import Batch, Trajectory
 
@@ -63,21 +64,27 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
     if list(indices) == list(range(batch.num_trajectories)):
         return batch
     index_N = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
-    lengths_N = batch.offsets.diff()[index_N]
-    offsets = torch.nn.functional.pad(lengths_N.cumsum(0), (1, 0))
-    # Token i of the result lies at (start in the source) + (i - start in the result).
-    index_T = (batch.offsets[index_N] - offsets[:-1]).repeat_interleave(lengths_N)
-    index_T += torch.arange(len(index_T), device=index_T.device)
+    index_T = token_indices(batch, indices)
 
     def tokens(value: Tensor | None) -> Tensor | None:
         return None if value is None else value[index_T]
 
     return batch.with_fields(
         sample_ids=tuple(batch.sample_ids[index] for index in indices),
-        offsets=offsets,
+        offsets=pad(batch.offsets.diff()[index_N].cumsum(0), (1, 0)),
         **{name: tokens(getattr(batch, name)) for name in _PER_TOKEN},
         **{name: getattr(batch, name)[index_N] for name in _PER_TRAJECTORY},
     )
+
+
+def token_indices(batch: Batch, indices: Sequence[int]) -> Tensor:
+    """Where the tokens of `select(batch, indices)` lie in the batch, [t]."""
+    index_N = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
+    lengths_N = batch.offsets.diff()[index_N]
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    # Token i of the selection lies at (start in the batch) + (i - start in the selection).
+    index_T = (batch.offsets[index_N] - starts_N).repeat_interleave(lengths_N)
+    return index_T + torch.arange(len(index_T), device=index_T.device)
 
 
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:

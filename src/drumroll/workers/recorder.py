@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drumroll.record.store import StoreWriter
+from drumroll.record.store import Writer
 from drumroll.types import RankInfo, Trajectory
 
 
@@ -12,7 +12,7 @@ class RecorderWorker:
     """Takes blocks by reference, so that trajectories reach the disk without passing through the controller."""
 
     def __init__(self, rank: RankInfo, *, folder: str) -> None:
-        self._writer = StoreWriter(Path(folder))
+        self._writer = Writer(Path(folder))
 
     def add(self, phase: str, step: int, *blocks: list[Trajectory]) -> int:
         """Write every trajectory; returns how many."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from drumroll.config.models import EngineConfig
 from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo, Version
 
-Bucket = list[tuple[str, Tensor]]
+if TYPE_CHECKING:  # checking a config looks up its engine's options, and needs no torch for that
+    from torch import Tensor
+
+Bucket: TypeAlias = "list[tuple[str, Tensor]]"
 """Some of the model's tensors by their Hugging Face names; valid only until the next bucket is asked for."""
 
 Checksums = dict[str, int]

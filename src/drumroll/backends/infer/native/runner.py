@@ -47,8 +47,8 @@ def bucket(size: int, step: int) -> int:
     """The smallest bucket that holds `size`: `step` times 1, 2, 3, 4, 6, 8, 12, 16, ..., so that at most a third is padding."""
     power = step
     while power < size:
-        if 2 * power >= size and power > step and power + power // 2 >= size:
-            return power + power // 2
+        if power > step and power * 3 // 2 >= size:
+            return power * 3 // 2
         power *= 2
     return power
 
@@ -77,8 +77,6 @@ class Runner:
         # One column for each slot; columns are written when a request enters or leaves, and advance on the device.
         self._ints = torch.zeros(6, self.num_rows, dtype=torch.int64, device=self.device)  # token position index active seed top_k
         self._floats = torch.ones(2, self.num_rows, dtype=torch.float32, device=self.device)  # temperature top_p
-        self._targets = dict(self.model.named_parameters(remove_duplicate=False))
-        self._optional = {name: value for name, value in self.model.state_dict().items() if name not in self._targets}
         self._check_model()
 
     # -- Computing
@@ -147,11 +145,12 @@ class Runner:
         """Copy every parameter in place, strictly: each exactly once, under any of its names, in its own shape."""
         sums: Checksums = {}
         taken: dict[int, str] = {}
+        targets: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         for received in buckets:
             for name, tensor in received:
-                target = self._targets.get(name, self._optional.get(name))
+                target = targets.get(name)
                 if target is None:
-                    raise WeightSyncError(f"'{name}' is no tensor of {type(self.model).__name__}.{nearest(name, self._targets)}")
+                    raise WeightSyncError(f"'{name}' is no tensor of {type(self.model).__name__}.{nearest(name, targets)}")
                 if target.shape != tensor.shape:
                     raise WeightSyncError(f"'{name}' arrived with shape {tuple(tensor.shape)}, expected {tuple(target.shape)}.")
                 if id(target) in taken:
@@ -164,6 +163,7 @@ class Runner:
             raise WeightSyncError(f"{len(missing)} of the model's tensors did not arrive: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}")
         return sums
 
+    @torch.inference_mode(False)  # a parameter cannot be pointed at a tensor that was made in inference mode
     def sleep(self) -> None:
         """Give the device's memory back."""
         self.cache.drop()
@@ -171,7 +171,9 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @torch.inference_mode(False)
     def wake(self) -> None:
+        """Back onto the device; the cache comes with the first prefill or decode."""
         self.model.to(self.device)
 
     # -- Checking

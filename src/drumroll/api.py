@@ -1,0 +1,112 @@
+"""Training from Python, notebooks included: `drumroll.train(model=..., tasks=[...], reward=my_function)`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from drumroll.config.load import check_config, merge
+from drumroll.errors import ConfigError
+from drumroll.pipelines.start import start
+from drumroll.record.files import read_lines
+from drumroll.record.folder import RunFolder
+from drumroll.record.report import read_summary
+from drumroll.record.store import Filter, Reader
+from drumroll.registry import REGISTRY
+from drumroll.types import Trajectory
+
+Rows = Iterable[Mapping[str, Any]]
+Reward = Callable[..., Any] | str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and what it left behind."""
+
+    folder: Path
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The figures that the end prints, for example `run.summary["after"]["sampled"]`."""
+        return read_summary(RunFolder.open(self.folder))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One mapping per step."""
+        return read_lines(RunFolder.open(self.folder).metrics_file)
+
+    @property
+    def model(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return RunFolder.open(self.folder).final_model
+
+    def trajectories(self, *, phase: str | None = None, limit: int | None = None) -> list[Trajectory]:
+        """What the model did, oldest first."""
+        with Reader(RunFolder.open(self.folder).store) as reader:
+            return [reader.load(row.sample_id) for row in reader.query(Filter(phase=phase), limit=limit)]
+
+
+def train(
+    *,
+    model: str | Mapping[str, Any],
+    tasks: str | Rows,
+    reward: Reward | Sequence[Reward],
+    heldout: str | Rows | None = None,
+    run_dir: str | Path | None = None,
+    max_steps: int = 100,
+    **sections: Any,
+) -> Run:
+    """Train a model by RL and return the run.
+
+    `model` is a folder, a hub id, or a `model` section. `tasks` and `heldout` are rows with a `prompt` and any other columns, or
+    a path. `reward` is a function of a trajectory, a registered name, a section with `kind`, or several of these. Everything
+    else is a section of the config, as in YAML: `rollout={"group_size": 8}, trainer={"lr": 1e-4}`.
+    """
+    rewards = [reward] if callable(reward) or isinstance(reward, str | Mapping) else list(reward)
+    tree = {
+        "pipeline": "rl",
+        "max_steps": max_steps,
+        "model": {"path": model} if isinstance(model, str) else dict(model),
+        "rewards": [_named(one) for one in rewards],
+        **sections,
+    }
+    sources = {"train": tasks} | ({"heldout": heldout} if heldout is not None else {})
+    paths = {split: {"path": source if isinstance(source, str) else "given in Python"} for split, source in sources.items()}
+    tree["data"] = merge(paths, sections.get("data", {}))
+    cfg = check_config(tree)
+
+    folder = RunFolder.claim(run_dir, cfg.name)
+    for split, source in sources.items():
+        if not isinstance(source, str):
+            tree["data"][split]["path"] = str(_written(folder, split, source))
+    start(check_config({**tree, "run_dir": str(folder.root)}), folder)
+    return Run(folder.root)
+
+
+def _named(reward: Reward) -> dict[str, Any]:
+    """A reward as a config section; a function is registered under its own name and travels to the workers by value."""
+    if isinstance(reward, str):
+        return {"kind": reward}
+    if isinstance(reward, Mapping):
+        return dict(reward)
+    name = getattr(reward, "__name__", None)
+    if name is None or not (inspect.isfunction(reward) or inspect.isbuiltin(reward)):
+        raise ConfigError(f"`reward`: expected a function, a registered name or a mapping with `kind`, got {reward!r}.")
+    REGISTRY.shipped[name] = reward
+    return {"kind": f"python:{name}"}
+
+
+def _written(folder: RunFolder, split: str, rows: Rows) -> Path:
+    """Rows that were given in Python, kept in the run folder so that the run is complete."""
+    path = folder.root / "inputs" / f"{split}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    try:
+        path.write_text("".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`{split}` tasks: every row must be a mapping of JSON values: {error}.") from error
+    return path

@@ -1,0 +1,456 @@
+"""The embedded engine: continuous batching of Hugging Face causal LMs in plain torch, on the CPU and on CUDA.
+
+    event loop                          compute thread
+    submit, abort ── inbox ───────────▶ between two steps: empty the inbox, end what is due
+    update, pause, ... ── inbox ──────▶ then one step: a prefill call while any request needs one, else a decode step
+    poll ◀── tokens under a lock, finished requests wake it ──┘
+
+This module schedules and keeps the books; `runner` computes, `cache` holds keys and values, `request` knows when a reply is
+over. Importing it loads neither torch nor transformers: `setup` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import PositiveInt
+
+from drumroll.backends.infer.base import Bucket, Checksums, InferBackend
+from drumroll.backends.infer.native.request import Request
+from drumroll.config.models import EngineConfig
+from drumroll.errors import WeightSyncError, WorkerError
+from drumroll.registry import register
+from drumroll.types import Chunk, EngineLoad, FinishReason, GenRequest, RankInfo, Version
+
+if TYPE_CHECKING:
+    from drumroll.backends.infer.native.runner import Runner
+
+T = TypeVar("T")
+
+
+@register.infer_backend("native")
+class Native(InferBackend):
+    """The embedded engine: any causal LM of transformers, torch alone."""
+
+    class Config(EngineConfig):
+        """Options of the native engine."""
+
+        prefill_tokens: PositiveInt | None = None
+        """Tokens in one prefill call; 256 on the CPU and 8192 on a GPU otherwise. Longer prompts take several calls."""
+
+    config: Config
+
+    def __init__(self, config: Config, model_folder: Path, dtype: str) -> None:
+        super().__init__(config, model_folder, dtype)
+        self._runner: Runner | None = None
+        self._thread: threading.Thread | None = None
+        self._decode_text: Callable[[list[int]], str] | None = None
+        self._no_tokenizer = ""
+        # Shared between threads, under the lock that `_changed` brings.
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._open: dict[str, Request] = {}
+        self._finished: list[Chunk] = []
+        self._pollers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._calls: set[Future[Any]] = set()
+        self._stopped: Exception | None = None
+        # The compute thread's own; other threads at most read a number.
+        self._version = Version(0, -1)
+        self._paused = True
+        self._asleep = False
+        self._weights_complete = False
+        self._waiting: deque[Request] = deque()
+        self._filling: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._free = list(range(config.num_slots))
+        self._num_rows = 0
+        self._num_positions = 0
+        self._truncates = False
+        self._deadlines: list[tuple[float, str]] = []
+        self._num_tokens = 0
+        self._busy_s = 0.0
+
+    # -- The contract, called from the event loop
+
+    def setup(self, rank: RankInfo) -> None:
+        from drumroll.backends.infer.native.runner import Runner
+
+        self._runner = Runner(
+            self.model_folder,
+            self.dtype,
+            rank.device,
+            num_slots=self.config.num_slots,
+            context_tokens=self.config.context_tokens,
+            prefill_tokens=self.config.prefill_tokens,
+        )
+        self._thread = threading.Thread(target=self._compute, name="native-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenRequest]) -> None:
+        now = time.monotonic()
+        accepted: list[Request] = []
+        if any(request.sampling.stop for request in requests):
+            self._load_tokenizer()
+        with self._changed:
+            for request in requests:
+                refusal = self._refusal(request)
+                if refusal:
+                    self._finished.append(Chunk(request.id, [], [], [], "error", refusal))
+                    continue
+                decode_text = self._decode_text if request.sampling.stop else None
+                entry = Request.of(request, self._ready_runner.end_ids, self._ready_runner.context, decode_text, now)
+                outcome = entry.outcome()
+                if outcome is not None:  # a resumed reply that was complete already
+                    self._finished.append(entry.take_fresh(outcome))
+                    continue
+                self._open[entry.id] = entry
+                accepted.append(entry)
+            if accepted:
+                self._inbox.append(lambda: self._accept(accepted))
+                self._changed.notify()
+            if len(accepted) < len(requests):
+                self._wake_pollers()
+
+    async def poll(self, wait_s: float) -> list[Chunk]:
+        loop = asyncio.get_running_loop()
+        poller = (loop, loop.create_future())
+        with self._changed:
+            must_wait = not self._finished and self._stopped is None
+            if must_wait:
+                self._pollers.append(poller)
+        if must_wait:
+            try:
+                await asyncio.wait([poller[1]], timeout=wait_s)
+            finally:
+                with self._changed:
+                    if poller in self._pollers:
+                        self._pollers.remove(poller)
+        with self._changed:
+            finished, self._finished = self._finished, []
+            chunks = [entry.take_fresh() for entry in self._open.values() if entry.fresh.token_ids] + finished
+            if not chunks and self._stopped is not None:
+                raise self._stopped
+        return chunks
+
+    def abort(self, ids: Sequence[str]) -> None:
+        unwanted = list(ids)
+        with self._changed:
+            self._inbox.append(lambda: self._abort(unwanted))
+            self._changed.notify()
+
+    async def update(self, version: Version, buckets: Iterator[Bucket], cache: Literal["keep", "recompute"]) -> Checksums:
+        return await self._call(lambda: self._update(version, buckets, cache))
+
+    async def pause(self) -> None:
+        await self._call(self._pause)
+
+    async def resume(self) -> None:
+        await self._call(self._resume)
+
+    async def sleep(self) -> None:
+        await self._call(self._sleep)
+
+    async def wake(self) -> None:
+        await self._call(self._wake)
+
+    def load(self) -> EngineLoad:
+        with self._changed:
+            num_running = len(self._running) + len(self._filling)
+            return EngineLoad(
+                num_running=num_running,
+                num_waiting=len(self._open) - num_running,
+                num_slots=self.config.num_slots,
+                version=self._version,
+                num_tokens_total=self._num_tokens,
+                busy_s_total=self._busy_s,
+            )
+
+    async def close(self) -> None:
+        self._stop(WorkerError("the native engine is closed."))
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        self._runner = None
+
+    # -- Between the threads
+
+    @property
+    def _ready_runner(self) -> Runner:
+        assert self._runner is not None, "the engine is used before setup or after close"
+        return self._runner
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Have the compute thread do something between two steps, and wait for its result."""
+        assert self._thread is not None, "the engine is used before setup"
+        future: Future[T] = Future()
+        with self._changed:
+            if self._stopped is not None:
+                raise self._stopped
+            self._calls.add(future)
+            self._inbox.append(lambda: _settle(future, function))
+            self._changed.notify()
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
+
+    def _stop(self, reason: Exception) -> None:
+        """The compute thread ends after the current step; `reason` is what later calls raise."""
+        with self._changed:
+            self._stopped = self._stopped or reason
+            self._changed.notify()
+            self._wake_pollers()
+
+    def _wake_pollers(self) -> None:
+        """Called with the lock held."""
+        for loop, waiter in self._pollers:
+            try:
+                loop.call_soon_threadsafe(_release, waiter)
+            except RuntimeError:  # that loop is closed, so nobody waits there
+                continue
+        self._pollers.clear()
+
+    def _refusal(self, request: GenRequest) -> str:
+        """Why a request can never run, or nothing. Called with the lock held."""
+        if self._stopped is not None:
+            return str(self._stopped)
+        runner, sampling = self._ready_runner, request.sampling
+        num_tokens = len(request.token_ids) + len(request.sampled)
+        if request.id in self._open:
+            return f"request '{request.id}' is already in the engine. Give every request an id of its own."
+        if not request.token_ids:
+            return f"request '{request.id}' has no prompt tokens. A reply needs at least one token to follow."
+        if num_tokens >= runner.context:
+            return (
+                f"request '{request.id}' has {num_tokens} tokens, which leaves no room in a context of {runner.context}. "
+                f"Shorten it, or raise engine.context_tokens."
+            )
+        strange = next((i for i in (*request.token_ids, *request.sampled) if not 0 <= i < runner.vocab_size), None)
+        if strange is not None:
+            return f"request '{request.id}' holds token {strange}, expected 0 to {runner.vocab_size - 1}. Was another tokenizer used?"
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            return (
+                f"request '{request.id}': got temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}; expected "
+                f"temperature >= 0, 0 < top_p <= 1, top_k >= 0."
+            )
+        if sampling.stop and self._decode_text is None:
+            return f"request '{request.id}' has stop strings, but {self._no_tokenizer}"
+        return ""
+
+    def _load_tokenizer(self) -> None:
+        """Only stop strings need text; the tokenizer comes with the first of them."""
+        if self._decode_text is not None:
+            return
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.model_folder)
+        except Exception as error:
+            self._no_tokenizer = f"no tokenizer can be loaded from '{self.model_folder}': {type(error).__name__}: {error}"
+        else:
+            self._decode_text = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    # -- The compute thread
+
+    def _compute(self) -> None:
+        """Steps as long as there is something to do; waits for the inbox or the next deadline otherwise."""
+        import torch
+
+        runner = self._ready_runner
+        if runner.device.type == "cpu":
+            torch.set_num_threads(1)  # more of them fight over cores, and change the order of summation
+        try:
+            with torch.inference_mode():
+                while self._next_actions():
+                    self._expire()
+                    if self._can_compute():
+                        started = time.perf_counter()
+                        self._admit()
+                        if self._filling:
+                            self._prefill(runner)
+                        else:
+                            self._decode(runner)
+                        self._busy_s += time.perf_counter() - started
+        except BaseException as error:  # whatever it is, nobody may wait for this thread any more
+            reason = WorkerError(f"the native engine stopped: {type(error).__name__}: {error}")
+            reason.__cause__ = error
+            self._stop(reason)
+            with self._changed:
+                self._finished += [entry.take_fresh("error", str(reason)) for entry in self._open.values()]
+        with self._changed:
+            self._open.clear()
+            for call in self._calls:
+                if not call.done():
+                    call.set_exception(self._stopped or WorkerError("the native engine stopped."))
+            self._wake_pollers()
+
+    def _next_actions(self) -> bool:
+        """Do what the inbox holds, after waiting for it when there is nothing to compute. False when the engine has stopped."""
+        with self._changed:
+            while not self._inbox and self._stopped is None and not self._can_compute() and not self._is_due():
+                self._changed.wait(self._deadlines[0][0] - time.monotonic() if self._deadlines else None)
+            actions, self._inbox = self._inbox, deque()
+        for action in actions:
+            action()
+        return self._stopped is None
+
+    def _can_compute(self) -> bool:
+        return not self._paused and self._weights_complete and bool(self._running or self._filling or self._waiting)
+
+    def _is_due(self) -> bool:
+        return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()
+
+    def _accept(self, entries: list[Request]) -> None:
+        for entry in entries:
+            self._waiting.append(entry)
+            if entry.deadline is not None:
+                heapq.heappush(self._deadlines, (entry.deadline, entry.id))
+
+    def _abort(self, ids: list[str]) -> None:
+        for unwanted in ids:
+            entry = self._open.get(unwanted)
+            if entry is not None:
+                self._finish(entry, "aborted")
+
+    def _expire(self) -> None:
+        while self._is_due():
+            deadline, request_id = heapq.heappop(self._deadlines)
+            entry = self._open.get(request_id)
+            if entry is not None and entry.deadline == deadline:
+                self._finish(entry, "deadline")
+
+    def _finish(self, entry: Request, reason: FinishReason, error: str = "") -> None:
+        """The request leaves, wherever it stands; its last chunk waits for the next poll."""
+        with self._changed:
+            if entry.slot < 0:
+                self._waiting.remove(entry)
+            else:
+                if self._running.pop(entry.slot, None) is None:
+                    self._filling.remove(entry)
+                else:
+                    self._ready_runner.leave(entry.slot)
+                heapq.heappush(self._free, entry.slot)
+                self._recount()
+            del self._open[entry.id]
+            self._finished.append(entry.take_fresh(reason, error))
+            self._wake_pollers()
+
+    def _admit(self) -> None:
+        """Waiting requests take free slots, lowest first, so that decoding runs few rows."""
+        with self._changed:
+            while self._waiting and self._free:
+                entry = self._waiting.popleft()
+                entry.slot = heapq.heappop(self._free)
+                self._filling.append(entry)
+
+    def _prefill(self, runner: Runner) -> None:
+        """One call for the oldest request and those whose chunk has the same length; whoever needs no further call starts to run."""
+        from drumroll.backends.infer.native.runner import Chunk as Piece
+
+        length = runner.chunk_length(self._filling[0].num_to_fill)
+        rows = [entry for entry in self._filling if entry.num_to_fill and runner.chunk_length(entry.num_to_fill) == length]
+        rows = rows[: runner.chunk_rows(length)]
+        if rows:
+            runner.prefill([Piece(e.slot, e.num_cached, e.tokens[e.num_cached : -1][:length]) for e in rows], length)
+        for entry in rows:
+            entry.num_cached += min(length, entry.num_to_fill)
+        with self._changed:
+            for entry in [e for e in self._filling if not e.num_to_fill]:
+                self._filling.remove(entry)
+                self._running[entry.slot] = entry
+                runner.enter(entry.slot, entry.tokens[-1], len(entry.tokens) - 1, entry.num_sampled, entry.seed, entry.sampling)
+            self._recount()
+
+    def _decode(self, runner: Runner) -> None:
+        """One token for every running request."""
+        ids, logp = runner.decode(self._num_rows, self._num_positions, self._truncates)
+        self._num_positions += 1
+        self._num_tokens += len(self._running)
+        step = self._version.step
+        done: list[tuple[Request, FinishReason, str]] = []
+        with self._changed:
+            for slot, entry in self._running.items():
+                if logp[slot] != logp[slot]:
+                    runner.cache.wipe(slot)
+                    done.append((entry, "error", f"request '{entry.id}': the model's logits are not finite. Are its weights?"))
+                    continue
+                entry.append(ids[slot], logp[slot], step)
+                outcome = entry.outcome()
+                if outcome is not None:
+                    done.append((entry, outcome, ""))
+            for entry, reason, error in done:
+                self._finish(entry, reason, error)
+
+    def _recount(self) -> None:
+        """What decode's shapes depend on, after requests have entered or left."""
+        self._num_rows = max(self._running, default=-1) + 1
+        self._num_positions = max((len(entry.tokens) for entry in self._running.values()), default=0)
+        self._truncates = any(entry.sampling.top_k > 0 or entry.sampling.top_p < 1 for entry in self._running.values())
+
+    # -- What `update`, `pause` and the others do in the compute thread
+
+    def _update(self, version: Version, buckets: Iterator[Bucket], cache: Literal["keep", "recompute"]) -> Checksums:
+        if self._asleep:
+            raise WeightSyncError(f"version {version} was refused: the engine is asleep. Wake it first.")
+        if version < self._version:
+            raise WeightSyncError(f"version {version} was refused: it is older than {self._version}, which the engine serves.")
+        self._weights_complete = False
+        sums = self._ready_runner.take_weights(buckets)
+        if cache == "recompute":
+            self._refill()
+        self._version = version
+        self._weights_complete = True
+        return sums
+
+    def _refill(self) -> None:
+        """Compute the keys and values of every request anew, from its tokens."""
+        with self._changed:
+            for slot, entry in self._running.items():
+                self._ready_runner.leave(slot)
+                self._filling.append(entry)
+            self._running.clear()
+            self._recount()
+            for entry in self._filling:
+                entry.num_cached = 0
+
+    def _pause(self) -> None:
+        self._paused = True
+
+    def _resume(self) -> None:
+        if self._asleep or not self._weights_complete:
+            raise WeightSyncError("resume was refused: the engine has no complete weights (none yet, a failed update, or sleep). Update it first.")
+        self._paused = False
+
+    def _sleep(self) -> None:
+        self._paused = True
+        self._asleep = True
+        self._weights_complete = False
+        self._refill()
+        self._ready_runner.sleep()
+
+    def _wake(self) -> None:
+        self._ready_runner.wake()
+        self._asleep = False
+
+
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    """Run it for whoever waits on the future; what it raises is theirs."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,385 @@
+"""Training backend `fsdp2`: a Hugging Face causal LM, sharded over the ranks by torch's FSDP2.
+
+    update ─► micro-batches of packed trajectories ─► forward, loss, backward each ─► clip ─► AdamW
+
+Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, a rank that has
+run out of trajectories with weight 0, so that their collectives match. A single float32 rank on a CPU is not wrapped: it
+has nothing to share, and FSDP2's bookkeeping would cost a tiny model more than a fifth of its step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveFloat
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.utils.checkpoint import checkpoint
+
+from drumroll.algo.loss import Loss
+from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
+from drumroll.backends.sampling import processed_logp
+from drumroll.backends.train.base import Metrics, TrainBackend
+from drumroll.backends.train.group import RankGroup
+from drumroll.backends.train.schedule import learning_rate
+from drumroll.config.models import TrainerConfig
+from drumroll.errors import ModelError, RunFolderError
+from drumroll.registry import register
+from drumroll.text.packing import micro_batches, pack_demonstrations, select, token_indices
+from drumroll.types import Batch, RankInfo
+
+_LOGITS_PER_CHUNK = 2**27
+"""Logits whose float32 copies are held at the same time: half a GiB each."""
+
+_COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+"""Files of a model folder besides weights: tokenizer, chat template and the like."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One rank's share of a remembered state, in host memory."""
+
+    weights: list[Tensor]
+    moments: list[dict[str, Tensor]]
+    """AdamW's state of each parameter; empty before the first update."""
+    update: int
+    peak_lr: float
+    total_updates: int
+
+
+@register.train_backend("fsdp2")
+class Fsdp2(TrainBackend):
+    """PyTorch FSDP2 over gloo or NCCL, on packed sequences."""
+
+    class Config(TrainerConfig):
+        """Options of `fsdp2`."""
+
+        reshard_after_forward: bool = True
+        """Free each layer's gathered weights after its forward pass and gather them again for the backward pass; false costs memory instead."""
+        reduce_every_pass: bool = True
+        """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then."""
+        timeout_s: PositiveFloat = 600.0
+        """A rank that does not answer the others for this long is given up."""
+
+    config: Config
+
+    def setup(self, rank: RankInfo) -> None:
+        torch.manual_seed(self.seed)
+        self._device = torch.device(rank.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._sharded = rank.world > 1 or self._device.type == "cuda" or self.dtype != "float32"
+        self._group = RankGroup(rank, self._sharded, self.config.timeout_s)
+        self._model = self._load()
+        names = _file_names(self._model)
+        if self._sharded:
+            self._shard()
+        tensors = {**dict(self._model.named_parameters(remove_duplicate=False)), **dict(self._model.named_buffers())}
+        self._tensors = {name: tensors[name] for name in names}
+        self._parameters = list(self._model.parameters())
+        self._memories: dict[str, Memory] = {}
+        self.set_schedule(self.config.lr, self.total_updates)
+        with torch.no_grad():  # refuses a model that cannot be trained before anything depends on it
+            self._score(_placeholder())
+        self._reshard()
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        plan = micro_batches(batch.lengths, self.config.micro_batch_tokens)
+        logp = torch.zeros(batch.num_tokens)
+        with torch.no_grad():
+            for number in range(max(self._group.gather(len(plan)))):
+                if number < len(plan):
+                    logp[token_indices(batch, plan[number])] = self._score(select(batch, plan[number]))[0].cpu()
+                else:
+                    self._score(_placeholder())
+        self._reshard()
+        return logp
+
+    def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
+        plans = [micro_batches(batch.lengths, self.config.micro_batch_tokens) for batch in updates]
+        mine = [
+            (len(plan), float(batch.weight.abs().sum()), int(batch.loss_mask.sum())) for plan, batch in zip(plans, updates, strict=True)
+        ]
+        metrics = []
+        for batch, plan, *shards in zip(updates, plans, *self._group.gather(mine), strict=True):
+            passes, weights, tokens = zip(*shards, strict=True)
+            metrics.append(self._update(batch, plan, max(passes), sum(weights), sum(tokens), loss))
+        return metrics
+
+    def _update(self, batch: Batch, plan: list[list[int]], num_passes: int, weight: float, num_tokens: int, loss: Loss) -> Metrics:
+        """One optimizer update; `num_passes`, `weight` and `num_tokens` are those of all ranks together."""
+        lr = learning_rate(self.config, self._peak_lr, self._num_updates, self._total_updates)
+        metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "num_tokens": float(num_tokens), "skipped": 1.0}
+        if weight == 0.0:
+            return metrics
+        sums: dict[str, Tensor] = {}
+        for number in range(num_passes):
+            self._reduce_gradients(self.config.reduce_every_pass or number == num_passes - 1)
+            if number < len(plan):
+                self._learn(select(batch, plan[number]), loss, sums)
+            else:
+                (self._score(_placeholder())[0].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        names = list(sums)
+        values = torch.stack([sums[name] for name in names]).tolist() if names else []
+        totals: dict[str, float] = {}
+        for rank_sums in self._group.gather(dict(zip(names, values, strict=True))):
+            for name, value in rank_sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        metrics |= {name: value / num_tokens for name, value in totals.items() if name != "loss"}
+        metrics["loss"] = totals["loss"]
+        metrics["grad_norm"] = norm = self._clip()
+        if math.isfinite(norm) and math.isfinite(totals["loss"]):
+            for settings in self._optimizer.param_groups:
+                settings["lr"] = lr
+            self._optimizer.step()
+            self._num_updates += 1
+            metrics["skipped"] = 0.0
+        self._optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def _learn(self, part: Batch, loss: Loss, sums: dict[str, Tensor]) -> None:
+        """Forward, loss and backward of one micro-batch; adds what is to be reported to `sums`."""
+        logp, entropy = self._score(part)
+        part = part.to(self._device)
+        if part.old_logp is None:
+            part = part.with_fields(old_logp=logp.detach())
+        outcome = loss(logp, part)
+        total = (outcome.loss * part.weight).masked_fill(~part.loss_mask, 0.0).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        reported = {name: value.masked_fill(~part.loss_mask, 0.0).sum() for name, value in {**outcome.metrics, "entropy": entropy}.items()}
+        for name, value in {"loss": total, **reported}.items():
+            sums[name] = sums.get(name, 0.0) + value.detach().double()
+
+    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[T] log-probability of each token in the loss mask under its trajectory's sampling settings, and [T] entropy there.
+
+        `batch` is on the CPU, so that nothing here waits for the device."""
+        rows = batch.loss_mask.nonzero().squeeze(1)
+        trajectory = torch.arange(batch.num_trajectories).repeat_interleave(batch.offsets.diff())[rows]
+        settings = [value[trajectory].to(self._device) for value in (batch.temperature, batch.top_p, batch.top_k)]
+        truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
+        targets = batch.token_ids[rows].to(self._device)
+        rows = rows.to(self._device)
+        layout = PackedLayout.of(batch.lengths, self._device)
+        output = self._model(
+            input_ids=batch.token_ids[None].to(self._device),
+            position_ids=batch.position_ids[None].to(self._device),
+            logits_to_keep=rows - 1,
+            use_cache=False,
+            packed=layout,
+        )
+        layout.check(self._num_layers, self._source_config.model_type)
+        logits = output.logits[0]
+        if len(logits) != len(rows):  # a model that does not know `logits_to_keep`
+            logits = logits[rows - 1]
+        logp, entropy = _chosen(logits, targets, settings, truncates)
+        spread = torch.zeros(batch.num_tokens, device=self._device)
+        return spread.index_copy(0, rows, logp), spread.index_copy(0, rows, entropy)
+
+    def _clip(self) -> float:
+        """Scale the gradients down to `max_grad_norm`; their norm before that, over all ranks."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        total = get_total_norm(gradients)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        scale = self.config.max_grad_norm / (norm + 1e-6)
+        if scale < 1.0:
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        dtype = getattr(torch, self.dtype)
+        for name, tensor in self._tensors.items():
+            whole = tensor.detach()
+            if whole.is_floating_point():
+                whole = whole.to(dtype)
+            yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+    def remember(self, name: str) -> None:
+        self._memories[name] = Memory(
+            weights=[_local(parameter).to("cpu", copy=True) for parameter in self._parameters],
+            moments=[
+                {key: _local(value).to("cpu", copy=True) for key, value in self._optimizer.state.get(parameter, {}).items()}
+                for parameter in self._parameters
+            ],
+            update=self._num_updates,
+            peak_lr=self._peak_lr,
+            total_updates=self._total_updates,
+        )
+
+    def recall(self, name: str) -> None:
+        memory = self._memories[name]
+        self.set_schedule(memory.peak_lr, memory.total_updates)
+        self._num_updates = memory.update
+        for parameter, weight, moments in zip(self._parameters, memory.weights, memory.moments, strict=True):
+            _local(parameter).copy_(weight)
+            for key, value in moments.items():
+                self._optimizer.state[parameter][key] = restored = _blank(parameter, value)
+                _local(restored).copy_(value)
+
+    def set_schedule(self, lr: float, total_updates: int) -> None:
+        self._peak_lr, self._total_updates, self._num_updates = lr, total_updates, 0
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=lr,
+            betas=self.config.betas,
+            eps=self.config.eps,
+            weight_decay=self.config.weight_decay,
+            fused=True,
+        )
+
+    def export(self, folder: Path) -> None:
+        state: dict[str, Tensor] = {}
+        for name, tensor in self.weights():
+            if self._group.rank == 0:
+                state[name] = tensor.to("cpu", copy=True)
+        failure: Exception | None = None
+        if self._group.rank == 0:
+            try:
+                self._write(folder, state)
+            except Exception as error:  # every rank must hear of it, or the others would wait for rank 0
+                failure = error
+        failure = self._group.gather(failure)[0]
+        if failure is not None:
+            raise failure
+
+    def _write(self, folder: Path, state: dict[str, Tensor]) -> None:
+        if folder.exists() and any(folder.iterdir()):
+            raise RunFolderError(f"'{folder}' is not empty: a model is never written over something else. Choose another folder.")
+        aside = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        self._model.save_pretrained(aside, state_dict=state)
+        config = copy.deepcopy(self._source_config)
+        config.dtype = self.dtype
+        config.save_pretrained(aside)
+        for file in sorted(self.model_folder.iterdir()):
+            if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json") and not (aside / file.name).exists():
+                shutil.copyfile(file, aside / file.name)
+        os.replace(aside, folder)
+
+    def to(self, where: Literal["device", "host"]) -> None:
+        device = self._device if where == "device" else torch.device("cpu")
+        self._model.to(device)
+        for moments in self._optimizer.state.values():
+            for key, value in moments.items():
+                moments[key] = value.to(device)
+        if where == "host" and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self._group.leave()
+        self._memories.clear()
+        del self._model, self._optimizer, self._parameters, self._tensors
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self) -> Any:
+        """The model on the CPU, in float32, without dropout, attending to packed sequences."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        register_packed_attention()
+        try:
+            self._source_config = AutoConfig.from_pretrained(self.model_folder, local_files_only=True)
+            config = copy.deepcopy(self._source_config)
+            for name, value in config.to_dict().items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(config, name, 0.0)  # log-probabilities must be those that the engine sampled at
+            model, report = AutoModelForCausalLM.from_pretrained(
+                self.model_folder,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=PACKED_ATTENTION,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"'{self.model_folder}' cannot be loaded for training: {type(error).__name__}: {error}") from error
+        if report["missing_keys"]:
+            raise ModelError(f"'{self.model_folder}' lacks weights of its model: {', '.join(sorted(report['missing_keys'])[:5])}")
+        self._num_layers = config.get_text_config().num_hidden_layers
+        if self.config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train(self.config.gradient_checkpointing)  # transformers checkpoints only in training mode
+
+    def _shard(self) -> None:
+        """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        half = self.dtype != "float32"
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+        mesh = self._group.mesh()
+        for module in self._model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
+        fully_shard(self._model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        self._model.to(self._device)
+
+    def _reshard(self) -> None:
+        """After passes without gradient the root's gathered weights would outlive the next change of its shards."""
+        if self._sharded:
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _reduce_gradients(self, now: bool) -> None:
+        """Whether the next backward pass ends in a reduction over the ranks."""
+        if self._sharded:
+            self._model.set_requires_gradient_sync(now)
+
+
+def _chosen(logits: Tensor, targets: Tensor, settings: Sequence[Tensor], truncates: bool) -> tuple[Tensor, Tensor]:
+    """[R] log-probability of each row's target and [R] entropy of each row, in float32, a bounded number of logits at a time."""
+
+    def chosen(logits: Tensor, targets: Tensor, *settings: Tensor) -> tuple[Tensor, Tensor]:
+        logp = processed_logp(logits, *settings, keep=targets, truncates=truncates)
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 × -inf is not 0
+        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    size = max(1, _LOGITS_PER_CHUNK // logits.shape[-1])
+    if len(logits) <= size:
+        return chosen(logits, targets, *settings)
+    chunks = zip(*(value.split(size) for value in (logits, targets, *settings)), strict=True)
+    results = [checkpoint(chosen, *chunk, use_reentrant=False) for chunk in chunks]
+    logp, entropy = zip(*results, strict=True)
+    return torch.cat(logp), torch.cat(entropy)
+
+
+def _placeholder() -> Batch:
+    """Two tokens for a pass that only has to happen."""
+    return pack_demonstrations([([0], [0])])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's own values, to be read or written in place."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _blank(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Optimizer state to copy `value` into: a scalar step, or a moment that is sharded like its parameter."""
+    return value.clone() if value.ndim == 0 else torch.zeros_like(parameter)
+
+
+def _file_names(model: Any) -> list[str]:
+    """Names that the model's safetensors files use, in a fixed order: of several names of one tensor, the one that others are tied to."""
+    aliases = model.all_tied_weights_keys
+    names: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in names or names[id(tensor)] in aliases:
+            names[id(tensor)] = name
+    return list(names.values())

@@ -1,0 +1,333 @@
+"""The workers of one role: launch, dispatch, collection, and errors that say which worker failed.
+
+    trainers = Cluster.launch(session, plan.workers("actor_train"), "drumroll.workers.train:TrainWorker", kwargs={...})
+    trainers.all("train", loss)                       # every rank, results by rank
+    trainers.shards("train", [shard0, shard1])        # one element for each rank
+    engines.least_loaded("score", block)              # the worker with the fewest calls under way
+    await engines.call(3, "poll", 1.0)                # from an event loop
+    block = envs.ref(0, "collect")                    # a Ref: the result stays in the object store ...
+    trainers.all("train", block)                      # ... and arrives there as the value itself
+
+Every call has a deadline. A `Handle` is one worker's address; it can be sent to other workers, which call it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self
+
+import ray
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from drumroll.cluster.host import Host, HostInfo, Luggage, Slot, seat
+from drumroll.cluster.session import Session
+from drumroll.errors import DrumrollError, UserError, WorkerError, WorkerLost
+from drumroll.plan import Placement
+from drumroll.types import RankInfo
+
+DEADLINE_S = 3600.0
+"""Of a call that names none."""
+
+FAILURE_GRACE_S = 0.5
+"""After the first failure of a call on several ranks, how long to wait for one that tells more: a rank that died makes its
+peers fail too, and often sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A result that stays where it is. As an argument (also inside lists, tuples and dictionaries) it arrives as the value."""
+
+    object: Any
+    where: str
+    method: str
+
+    def fetch(self, deadline_s: float = DEADLINE_S) -> Any:
+        """Bring the value here; for small results."""
+        return collect([_translate(self.object.future(), self.where, self.method)], [self.where], self.method, deadline_s)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """One worker's address. Example, inside an environment worker: `await engine.call("submit", requests, deadline_s=30)`."""
+
+    actor: Any
+    role: str
+    rank: int
+    node: str
+    """Ray's id of its node."""
+    deadline_s: float = DEADLINE_S
+
+    @property
+    def where(self) -> str:
+        return seat(self.role, self.rank, self.node)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start a call; its errors are drumroll's."""
+        return _translate(self._objects(method, args, kwargs, 1).future(), self.where, method)
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """Call and await. `deadline_s` is this call's; everything else goes to the method."""
+        return await _within(self.submit(method, *args, **kwargs), self.where, method, deadline_s or self.deadline_s)
+
+    def ref(self, method: str, *args: Any, **kwargs: Any) -> Ref:
+        """Start a call whose result stays in the object store. Its failure shows where the `Ref` is used."""
+        return Ref(self._objects(method, args, kwargs, 1), self.where, method)
+
+    def refs(self, num_returns: int, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
+        """As `ref`, for a method that returns a list of `num_returns` values: one `Ref` for each."""
+        objects = self._objects(method, args, kwargs, num_returns)
+        return [Ref(part, self.where, method) for part in (objects if num_returns > 1 else [objects])]
+
+    async def ping(self, deadline_s: float = 10.0) -> float:
+        """The worker's clock; answered also while it computes."""
+        answer: float = await _within(_translate(self.actor.ping.remote().future(), self.where, "ping"), self.where, "ping", deadline_s)
+        return answer
+
+    def _objects(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_returns: int) -> Any:
+        objects: list[Any] = []
+        template = _slots((args, dict(kwargs)), objects)
+        return self.actor.call.options(num_returns=num_returns).remote(method, num_returns, template, *objects)
+
+
+class Cluster:
+    """The workers of one role, by rank."""
+
+    def __init__(self, role: str, handles: Sequence[Handle], deadline_s: float = DEADLINE_S) -> None:
+        self.role = role
+        self.handles = tuple(handles)
+        self.deadline_s = deadline_s
+        self._outstanding = [0] * len(self.handles)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def launch(
+        cls,
+        session: Session,
+        placements: Sequence[Placement],
+        target: str,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        rank_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Self:
+        """Start one worker for each placement, all at once, and return when all are up.
+
+        The worker is `target` ("package.module:Class"), built with `rank=RankInfo(...)`, `kwargs`, and its entry of
+        `rank_kwargs`. If one does not come up within `ray.start_timeout_s`, all are ended and the error names it.
+        """
+        assert placements, "a cluster needs at least one placement"
+        role, started = placements[0].role, time.monotonic()
+        actor_class = ray.remote(Host)
+        actors = []
+        for placement in placements:
+            actor = actor_class.options(
+                num_cpus=0,
+                num_gpus=0,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(session.node_id(placement.node), soft=False),
+                runtime_env={"env_vars": session.environment(placement)},
+            ).remote()
+            session.adopt(actor)
+            actors.append(actor)
+        handles = [
+            Handle(actor, role, placement.rank, session.node_id(placement.node), deadline_s)
+            for actor, placement in zip(actors, placements, strict=True)
+        ]
+        names = [handle.where for handle in handles]
+
+        def stage(method: str, objects: Sequence[Any]) -> list[Any]:
+            left = started + session.config.start_timeout_s - time.monotonic()
+            futures = [_translate(part.future(), name, method) for part, name in zip(objects, names[: len(objects)], strict=True)]
+            return collect(futures, names[: len(objects)], method, left, hint=" Raise `ray.start_timeout_s` if it is only slow.")
+
+        try:
+            infos: list[HostInfo] = stage("start-up", [actor.describe.remote() for actor in actors])
+            for info in infos:
+                session.came_up(info)
+            luggage = ray.put(Luggage.pack())
+            stage("prepare", [actor.prepare.remote(luggage, role, rank) for rank, actor in enumerate(actors)])
+            rendezvous = ""
+            if len(actors) > 1:
+                (port,) = stage("free_port", [actors[0].free_port.remote()])
+                rendezvous = f"{infos[0].address}:{port}"
+            starts = []
+            for rank, (actor, placement, info) in enumerate(zip(actors, placements, infos, strict=True)):
+                device = "cuda:0" if placement.kind == "gpu" and placement.devices else "cpu"
+                place = RankInfo(role, rank, len(actors), device, info.node, rendezvous)
+                starts.append(actor.start.remote(target, place, {**(kwargs or {}), **(rank_kwargs[rank] if rank_kwargs else {})}))
+            stage("start", starts)
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        return cls(role, handles, deadline_s)
+
+    @property
+    def world(self) -> int:
+        return len(self.handles)
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Calls under way, by rank."""
+        return tuple(self._outstanding)
+
+    # Blocking dispatch, for the controller's loop.
+
+    def all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call on every rank; results by rank. The first failure is raised without waiting for the ranks it left hanging."""
+        return self._collect([self.submit(rank, method, *args, **kwargs) for rank in range(self.world)], method, deadline_s)
+
+    def shards(self, method: str, shards: Sequence[Any], *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call on every rank with its own element of `shards` as the first argument; results by rank."""
+        if len(shards) != self.world:
+            raise ValueError(f"{self.role}.{method}: got {len(shards)} shards for {self.world} ranks")
+        return self._collect([self.submit(rank, method, part, *args, **kwargs) for rank, part in enumerate(shards)], method, deadline_s)
+
+    def on(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """Call on one rank."""
+        where = [self.handles[rank].where]
+        return collect([self.submit(rank, method, *args, **kwargs)], where, method, deadline_s or self.deadline_s)[0]
+
+    def least_loaded(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """Call on the rank with the fewest calls under way, the lowest of those."""
+        rank, future = self._submit_least_loaded(method, args, kwargs)
+        return collect([future], [self.handles[rank].where], method, deadline_s or self.deadline_s)[0]
+
+    # The same from an event loop.
+
+    async def call(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """`on`, awaited."""
+        return await _within(self.submit(rank, method, *args, **kwargs), self.handles[rank].where, method, deadline_s or self.deadline_s)
+
+    async def call_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """`all`, awaited."""
+        return await asyncio.gather(*(self.call(rank, method, *args, deadline_s=deadline_s, **kwargs) for rank in range(self.world)))
+
+    async def call_least_loaded(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """`least_loaded`, awaited."""
+        rank, future = self._submit_least_loaded(method, args, kwargs)
+        return await _within(future, self.handles[rank].where, method, deadline_s or self.deadline_s)
+
+    # By reference: nothing of the result comes here.
+
+    def ref(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Ref:
+        """Start a call on one rank; its result stays in the object store."""
+        return self.handles[rank].ref(method, *args, **kwargs)
+
+    def refs(self, rank: int, num_returns: int, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
+        """As `ref`, for a method that returns a list: one `Ref` for each of its `num_returns` values."""
+        return self.handles[rank].refs(num_returns, method, *args, **kwargs)
+
+    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start a call on one rank and count it as outstanding until it ends."""
+        with self._lock:
+            self._outstanding[rank] += 1
+        return self._submit_counted(rank, method, args, kwargs)
+
+    def _submit_least_loaded(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Future[Any]]:
+        with self._lock:
+            rank = min(range(self.world), key=lambda rank: (self._outstanding[rank], rank))
+            self._outstanding[rank] += 1
+        return rank, self._submit_counted(rank, method, args, kwargs)
+
+    def _submit_counted(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Future[Any]:
+        def ended(_: Future[Any] | None) -> None:
+            with self._lock:
+                self._outstanding[rank] -= 1
+
+        try:
+            future = self.handles[rank].submit(method, *args, **kwargs)
+        except BaseException:
+            ended(None)
+            raise
+        future.add_done_callback(ended)
+        return future
+
+    def _collect(self, futures: Sequence[Future[Any]], method: str, deadline_s: float | None) -> list[Any]:
+        return collect(futures, [handle.where for handle in self.handles], method, deadline_s or self.deadline_s)
+
+    def kill(self) -> None:
+        """End every worker at once."""
+        for handle in self.handles:
+            ray.kill(handle.actor)
+
+
+def collect(futures: Sequence[Future[Any]], names: Sequence[str], method: str, deadline_s: float, hint: str = "") -> list[Any]:
+    """The results in order. Raises the most telling of the first failures, or names the workers that gave no answer in time."""
+    done, pending = concurrent.futures.wait(futures, timeout=max(0.0, deadline_s), return_when=concurrent.futures.FIRST_EXCEPTION)
+    failed = any(future.exception() for future in done)
+    if failed and pending:
+        done, pending = concurrent.futures.wait(futures, timeout=FAILURE_GRACE_S)
+    errors = [error for future in futures if future.done() and (error := future.exception())]
+    if errors:
+        raise min(errors, key=lambda error: (not isinstance(error, WorkerLost), not isinstance(error, UserError)))
+    if pending:
+        silent = [name for name, future in zip(names, futures, strict=True) if future in pending]
+        raise _overdue(silent, method, deadline_s, hint)
+    return [future.result() for future in futures]
+
+
+def _overdue(names: Sequence[str], method: str, deadline_s: float, hint: str = "") -> WorkerError:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return WorkerError(f"{', '.join(names[:4])}{more}: no answer to {method}() within {deadline_s:g} s.{hint}")
+
+
+async def _within(future: Future[Any], where: str, method: str, deadline_s: float) -> Any:
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s)
+    except TimeoutError:
+        raise _overdue([where], method, deadline_s) from None
+
+
+def _translate(answer: Future[Any], where: str, method: str) -> Future[Any]:
+    """The same answer with Ray's exceptions replaced by drumroll's."""
+    translated: Future[Any] = Future()
+
+    def arrived(answer: Future[Any]) -> None:
+        if not translated.set_running_or_notify_cancel():
+            return
+        error = answer.exception()
+        if error is None:
+            translated.set_result(answer.result())
+        else:
+            translated.set_exception(_as_ours(error, where, method))
+
+    answer.add_done_callback(arrived)
+    return translated
+
+
+def _as_ours(error: BaseException, where: str, method: str) -> BaseException:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, DrumrollError):
+        return error.cause
+    if isinstance(error, RayActorError | ActorUnschedulableError):
+        return WorkerLost(f"{where}: gone while {method}() was under way. {_reason(error)}")
+    if isinstance(error, ObjectLostError):
+        return WorkerLost(f"{where}: an argument or the result of {method}() is lost with the process or node that held it. {_reason(error)}")
+    if isinstance(error, RayError):
+        return WorkerError(f"{where}: {method}() failed. {error}")
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """Ray's own words, on one line."""
+    return " ".join(str(error).split())
+
+
+def _slots(template: Any, objects: list[Any]) -> Any:
+    """The arguments with every `Ref` moved to `objects`, from where Ray fetches it for the receiver."""
+    if isinstance(template, Ref):
+        objects.append(template.object)
+        return Slot(len(objects) - 1)
+    if type(template) in (list, tuple):
+        return type(template)(_slots(part, objects) for part in template)
+    if type(template) is dict:
+        return {key: _slots(part, objects) for key, part in template.items()}
+    return template

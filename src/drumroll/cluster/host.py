@@ -1,0 +1,219 @@
+"""The Ray actor around one worker: builds it from an import path, runs its methods, wraps its errors.
+
+                 ┌────────────────────── Host ──────────────────────┐
+    call ──────▶ │ event loop ── coroutine methods, concurrently     │
+                 │     └──────▶ compute thread ── plain methods,     │
+    ping ──────▶ │              one at a time, in the order they came│
+                 └──────────────────────────────────────────────────┘
+
+The loop stays free while a plain method computes, so pings and aborts are answered at any time. The host knows nothing of
+what it holds: the worker's class comes as `package.module:Class`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import importlib
+import inspect
+import os
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import ray
+from ray import cloudpickle
+
+from drumroll.errors import DrumrollError, PluginError, WorkerError
+from drumroll.registry import REGISTRY, Entry, import_plugin
+from drumroll.types import RankInfo
+
+SIOCGIFADDR = 0x8915
+"""The `ioctl` that asks a network interface for its IPv4 address."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """Where a host came up."""
+
+    node: str
+    """Ray's id of the node."""
+    address: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Luggage:
+    """What a worker's process needs before it can understand its arguments: import paths and the user's plugins."""
+
+    sys_path: tuple[str, ...]
+    files: Mapping[str, str]
+    """Plugin files by path → source."""
+    modules: tuple[str, ...]
+    """Installed modules that registered something."""
+    objects: bytes
+    """Functions and entries that exist only as objects of the controller's process, by cloudpickle."""
+
+    @classmethod
+    def pack(cls) -> Luggage:
+        """Everything that this process's registry holds beyond the built-in entries."""
+        modules: set[str] = set()
+        entries: list[Entry] = []
+        for entry in REGISTRY.entries.values():
+            module = str(entry.target.__module__)
+            if module == "__main__":
+                entries.append(entry)
+            elif not module.startswith(("drumroll.", "drumroll_plugin_")):
+                modules.add(module)
+        return cls(
+            sys_path=tuple(os.path.abspath(path) for path in sys.path),
+            files=dict(REGISTRY.files),
+            modules=tuple(sorted(modules)),
+            objects=cloudpickle.dumps((dict(REGISTRY.shipped), entries)),
+        )
+
+    def unpack(self) -> None:
+        """Make this process's registry equal to the one that was packed."""
+        sys.path.extend(path for path in self.sys_path if path not in sys.path)
+        REGISTRY.files.update(self.files)
+        for path in self.files:
+            REGISTRY.load_file(path)
+        for module in self.modules:
+            import_plugin(module)
+        try:
+            shipped, entries = cloudpickle.loads(self.objects)
+        except Exception as error:
+            raise PluginError(
+                f"a function of the process that started the run cannot be rebuilt in a worker: {type(error).__name__}: {error}. "
+                f"Name it by import path or file instead."
+            ) from error
+        REGISTRY.shipped.update(shipped)
+        for entry in entries:
+            REGISTRY.entries[entry.family, entry.name] = entry
+
+
+def seat(role: str, rank: int, node: str) -> str:
+    """How messages name a worker, for example `actor_train rank 0 on node 3f2a91bc`."""
+    return f"{role} rank {rank} on node {node[:8]}"
+
+
+def wrap_error(error: Exception, where: str, method: str) -> DrumrollError:
+    """The error as the caller sees it: what the user can put right keeps its class, the rest becomes a `WorkerError`."""
+    if isinstance(error, WorkerError):
+        return error
+    if isinstance(error, DrumrollError):
+        try:
+            return type(error)(f"{error} ({where}, {method})")
+        except TypeError:  # a subclass with another constructor
+            pass
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error)).strip()
+    return WorkerError(f"{where}: {method}() raised {summary}\n\nRemote traceback:\n{trace}")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the n-th by-reference value in a call's arguments."""
+
+    index: int
+
+
+def fill(template: Any, values: Sequence[Any]) -> Any:
+    """The arguments with every `Slot` replaced by its value, in lists, tuples and dictionaries at any depth."""
+    if isinstance(template, Slot):
+        return values[template.index]
+    if type(template) in (list, tuple):
+        return type(template)(fill(part, values) for part in template)
+    if type(template) is dict:
+        return {key: fill(part, values) for key, part in template.items()}
+    return template
+
+
+def free_port(address: str) -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address; None where none says so."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+class Host:
+    """One actor: `describe`, then `prepare`, then `start`, then any number of `call`s."""
+
+    def __init__(self) -> None:
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._worker: Any = None
+        self._where = "a worker that has not started"
+        context = ray.get_runtime_context()
+        self._info = HostInfo(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+
+    async def describe(self) -> HostInfo:
+        return self._info
+
+    async def ping(self) -> float:
+        """This process's time; answered whatever the compute thread does."""
+        return time.time()
+
+    async def free_port(self) -> int:
+        return free_port(self._info.address)
+
+    async def prepare(self, luggage: Luggage, role: str, rank: int) -> None:
+        """Install the user's plugins. Before `start`, because arguments may be made of them."""
+        self._where = seat(role, rank, self._info.node)
+        interface = interface_of(self._info.address)
+        if interface is not None:  # collectives use the network that Ray uses, and so the loopback in a private session
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            if self._info.address.startswith("127."):
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        await self._run("prepare", luggage.unpack)
+
+    async def start(self, target: str, rank: RankInfo, kwargs: Mapping[str, Any]) -> None:
+        """Import and build the worker, in the thread that its plain methods will run in."""
+
+        def build() -> Any:
+            module, _, name = target.partition(":")
+            return getattr(importlib.import_module(module), name)(rank=rank, **kwargs)
+
+        self._worker = await self._run(target, build)
+
+    async def call(self, method: str, num_returns: int, template: tuple[Iterable[Any], Mapping[str, Any]], *values: Any) -> Any:
+        """Run a method of the worker; `values` are the by-reference arguments, which Ray has fetched."""
+        args, kwargs = fill(template, values)
+        function = getattr(self._worker, method, None)
+        if not callable(function):
+            self._raise(AttributeError(f"{type(self._worker).__qualname__} has no method '{method}'"), method)
+        result = await self._run(method, function, *args, **kwargs)
+        if num_returns > 1 and (not isinstance(result, list | tuple) or len(result) != num_returns):
+            got = f"{len(result)} values" if isinstance(result, list | tuple) else type(result).__name__
+            self._raise(ValueError(f"it was to return a list of {num_returns} values and returned {got}"), method)
+        return result
+
+    async def _run(self, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._compute, lambda: function(*args, **kwargs))
+        except Exception as error:
+            self._raise(error, method)
+
+    def _raise(self, error: Exception, method: str) -> NoReturn:
+        # The cause stays behind: its text is in the message, and it need not survive pickling.
+        raise wrap_error(error, self._where, method) from None

@@ -1,0 +1,266 @@
+"""The Ray that a run works on: a private one on this machine, or a cluster that is there already.
+
+A private one listens on the loopback only, has a token and a temporary folder of its own, and ends with the session, so that
+two runs on one machine know nothing of each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray._private import ray_constants
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from drumroll.cluster.host import HostInfo
+from drumroll.config.models import RayConfig
+from drumroll.errors import UserError, WorkerError
+from drumroll.plan import Node, Placement, Pool, local_pool
+
+LOCAL = "local"
+"""What `local_pool` calls this machine."""
+
+CPU_ENVIRONMENT = {
+    # One compute thread per process: several processes with several threads each are many times slower.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # Machines that advertise AMX and trap it kill bfloat16 products with SIGILL otherwise.
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+}
+
+STOP_S = 3.0
+"""Processes of a private Ray that are still there this long after its end are killed."""
+
+
+class Session:
+    """A connection to Ray for the length of a `with` block.
+
+        with Session(cfg.ray) as session:
+            plan = make_plan(cfg, session.pool)
+            trainers = Cluster.launch(session, plan.workers("actor_train"), "drumroll.workers.train:TrainWorker", kwargs={...})
+
+    Leaving the block ends every worker, whatever raised.
+    """
+
+    def __init__(self, config: RayConfig) -> None:
+        self.config = config
+        self.folder: str | None = None
+        """Temporary folder of a private Ray, with the workers' logs; kept when a worker failed."""
+        self._stack = ExitStack()
+        self._actors: list[Any] = []
+        self._local_pids: set[int] = set()
+
+    @property
+    def private(self) -> bool:
+        return self.config.address is None
+
+    def __enter__(self) -> Self:
+        if ray.is_initialized():
+            raise UserError("this process is connected to Ray already. Call `ray.shutdown()` first.")
+        try:
+            self._stack.enter_context(_quiet())
+            with _own_sigterm():
+                self._start() if self.private else self._join()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _start(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="drumroll-ray-")
+        # A token of its own: none is written into the home folder, and nobody else's is needed.
+        self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_BACKEND_LOG_LEVEL": "error"}))
+        self._stack.enter_context(_fresh_token())
+        with _loopback():
+            ray.init(
+                address="local",  # also when RAY_ADDRESS names a cluster
+                num_cpus=os.cpu_count(),
+                num_gpus=0,  # the plan gives out devices, not Ray
+                object_store_memory=self.config.object_store_mib * 2**20,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=self.folder,
+                _system_config={"prestart_worker_first_driver": False},  # every worker has its own environment
+            )
+
+    def _join(self) -> None:
+        address = str(self.config.address)
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except Exception as error:
+            token = " The cluster wants a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or ~/.ray/auth_token."
+            raise UserError(
+                f"`ray.address`: cannot join the Ray cluster at '{address}': {type(error).__name__}: {str(error).splitlines()[0]}."
+                f"{token if 'token' in str(error).casefold() else ' Is it running? Leave the key out for a private Ray.'}"
+            ) from error
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            for actor in self._actors:
+                with suppress(Exception):
+                    ray.kill(actor)
+        finally:
+            self._actors.clear()
+            try:
+                ray.shutdown()
+            finally:
+                _end(self._local_pids)
+                self._stack.close()
+                if self.folder is not None and not isinstance(error, WorkerError):
+                    shutil.rmtree(self.folder, ignore_errors=True)
+
+    @cached_property
+    def pool(self) -> Pool:
+        """This machine, or the live nodes of the joined cluster."""
+        return local_pool(self.config.cpu_slots) if self.private else Pool(tuple(self._node(node) for node in self._live_nodes()))
+
+    @staticmethod
+    def _live_nodes() -> list[Mapping[str, Any]]:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        # The head first, then by address: the same cluster always gives the same numbers.
+        return sorted(nodes, key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]))
+
+    def _node(self, facts: Mapping[str, Any]) -> Node:
+        """A live node as the plan sees it: Ray says how many GPUs may be used, the node itself says what they are."""
+        resources, labels = facts["Resources"], facts.get("Labels", {})
+        own = {key.removeprefix("ray.io/"): value for key, value in labels.items() if key != "ray.io/node-id"}
+        kind_label = own.pop("accelerator-type", None) or next(
+            (key.removeprefix("accelerator_type:") for key in resources if key.startswith("accelerator_type:")), None
+        )
+        num_gpus = int(resources.get("GPU", 0))
+        common = {"id": facts["NodeID"], "address": facts["NodeManagerAddress"], "name": facts["NodeName"]}
+        if num_gpus == 0:
+            return Node(num_devices=self.config.cpu_slots or max(1, int(resources.get("CPU", 1))), kind="cpu", labels=own, **common)
+        probe = ray.remote(num_cpus=0)(local_pool).options(scheduling_strategy=NodeAffinitySchedulingStrategy(facts["NodeID"], soft=False))
+        seen: Node = ray.get(probe.remote(), timeout=self.config.start_timeout_s).nodes[0]
+        found = seen if seen.kind == "gpu" and seen.num_devices >= num_gpus else None
+        return Node(
+            num_devices=num_gpus,
+            kind="gpu",
+            memory_gib=found.memory_gib if found else None,
+            labels={**own, **({"gpu": kind_label} if kind_label else {}), **(found.labels if found else {})},
+            device_ids=found.device_ids[:num_gpus] if found else (),
+            **common,
+        )
+
+    def node_id(self, node: str) -> str:
+        """Ray's id of a plan's node."""
+        return str(ray.get_runtime_context().get_node_id()) if node == LOCAL else node
+
+    def environment(self, placement: Placement) -> dict[str, str]:
+        """Variables that must be there before the worker's process starts."""
+        node = self.pool.by_id[placement.node]
+        visible = [node.device_id(device.local) for device in placement.devices] if placement.kind == "gpu" else []
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(visible),
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray leaves the line above alone
+            **(CPU_ENVIRONMENT if placement.kind == "cpu" else {}),
+        }
+
+    def adopt(self, actor: Any) -> None:
+        """End this actor with the session."""
+        self._actors.append(actor)
+
+    def came_up(self, info: HostInfo) -> None:
+        """A worker's process runs; in a private session its end is made sure of."""
+        if self.private:
+            self._local_pids.add(info.pid)
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in (*changes, "RAY_AUTH_MODE")}  # Ray sets the mode by itself
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _fresh_token() -> Iterator[None]:
+    """Ray keeps the first token that a process has read; a later session needs its own."""
+    try:
+        from ray._raylet import AuthenticationTokenLoader
+    except ImportError:  # a Ray without tokens
+        yield
+        return
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray's own remarks stay off the terminal; its errors arrive as exceptions."""
+    logger = logging.getLogger("ray")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray replaces 127.0.0.1 by the machine's outer address unless it is told that it cannot form a cluster."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """`ray.init` takes SIGTERM over; the program's own handler stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end(pids: set[int]) -> None:
+    """Wait until the processes are gone, and kill those that stay (a stopped process cannot end itself)."""
+    patience = time.monotonic() + STOP_S
+    while any(map(_alive, pids)) and time.monotonic() < patience:
+        time.sleep(0.02)
+    for pid in filter(_alive, pids):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    pids.clear()

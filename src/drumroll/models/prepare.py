@@ -1,0 +1,40 @@
+"""From a config's `model` section to a Hugging Face folder that trainers, engines and tokenizers load.
+
+Nothing here loads weights. A folder or hub id is checked by looking at its files; a model from scratch is made here, once,
+so that every worker reads the same one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drumroll.config.models import ModelConfig
+from drumroll.errors import ModelError
+from drumroll.hub import resolve_folder
+from drumroll.models.folder import check_folder
+from drumroll.models.scratch import check_scratch, make_scratch
+
+
+def prepare_model(cfg: ModelConfig, target: Path, seed: int) -> Path:
+    """The folder of the model: the one the config names, or `target`, into which a model from scratch is written.
+
+    The weights of a model from scratch depend on the config and on `seed` alone."""
+    if cfg.scratch is not None:
+        make_scratch(cfg.scratch, target, seed)
+        return target
+    return _existing(cfg)
+
+
+def check_model(cfg: ModelConfig) -> None:
+    """Raise what `prepare_model` would raise, without writing anything."""
+    if cfg.scratch is not None:
+        check_scratch(cfg.scratch)
+    else:
+        _existing(cfg)
+
+
+def _existing(cfg: ModelConfig) -> Path:
+    assert cfg.path is not None, "ModelConfig has either `path` or `scratch`"
+    folder = resolve_folder(cfg.path, cfg.revision, "model", ModelError)
+    check_folder(folder, trust_remote_code=cfg.trust_remote_code)
+    return folder

@@ -1,0 +1,156 @@
+"""Numbers of a run: metrics.jsonl and eval.jsonl always, TensorBoard by default, Weights & Biases and trackio when configured.
+
+The JSON-lines files are the record that everything else in drumroll reads. The other sinks are copies for people's favourite
+viewers: one that fails is dropped with a warning and never stops the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from drumroll.config.models import RecordConfig
+from drumroll.errors import ConfigError
+from drumroll.record.files import JsonLines
+from drumroll.record.folder import RunFolder
+
+# Names that the live view and the learning curve look for.
+REWARD = "rollout/reward_mean"
+SUCCESS = "rollout/success_mean"
+TOKENS_PER_S = "rollout/tokens_per_s"
+
+EvalStage = Literal["before", "during", "after", "comparison"]
+"""When an evaluation took place. comparison: of the model that spent the same compute on more SFT."""
+
+
+class Sink(Protocol):
+    """A copy of the metrics in somebody else's format."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_sinks(config: RecordConfig) -> None:
+    """Refuse a config that names a sink whose package is not installed. Imports nothing."""
+    for name in ("wandb", "trackio"):
+        if getattr(config, name) is not None and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"record.{name}: the package '{name}' is not installed. Run `pip install {name}`, or remove the section.")
+
+
+class MetricsLog:
+    """Where a run's numbers go. Every line is in its file when `log` returns."""
+
+    def __init__(self, folder: RunFolder, record: RecordConfig, config: Mapping[str, Any]) -> None:
+        """`config` is the resolved one, for sinks that show it."""
+        check_sinks(record)
+        self._metrics = JsonLines(folder.metrics_file)
+        self._evaluations = JsonLines(folder.eval_file)
+        self._sinks: dict[str, Sink] = {}
+        if record.tensorboard:
+            self._attach("tensorboard", lambda: TensorBoard(folder))
+        if (wandb := record.wandb) is not None:
+            self._attach("wandb", lambda: Wandb(folder, wandb.project, wandb.mode, config))
+        if (trackio := record.trackio) is not None:
+            self._attach("trackio", lambda: Trackio(folder, trackio.project, config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl: `{"step": 3, "time": 1760000000.0, "rollout/reward_mean": 0.5}`."""
+        self._metrics.append({"step": step, "time": time.time(), **values})
+        self._copy(step, values)
+
+    def log_evaluation(self, stage: EvalStage, step: int, values: Mapping[str, float]) -> None:
+        """One line of eval.jsonl: `{"stage": "before", "step": 0, "time": 1760000000.0, "sampled": 0.4, "greedy": 0.6}`."""
+        self._evaluations.append({"stage": stage, "step": step, "time": time.time(), **values})
+        prefix = "comparison" if stage == "comparison" else "eval"
+        self._copy(step, {f"{prefix}/{name}": value for name, value in values.items()})
+
+    def close(self) -> None:
+        for name in list(self._sinks):
+            self._guard(name, self._sinks[name].close)
+        self._sinks.clear()
+        self._metrics.close()
+        self._evaluations.close()
+
+    def _attach(self, name: str, build: Callable[[], Sink]) -> None:
+        def attach() -> None:
+            self._sinks[name] = build()
+
+        self._guard(name, attach)
+
+    def _copy(self, step: int, values: Mapping[str, float]) -> None:
+        for name, sink in list(self._sinks.items()):
+            self._guard(name, lambda sink=sink: sink.log(step, values))  # type: ignore[misc]
+
+    def _guard(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # somebody else's code and network
+            self._sinks.pop(name, None)
+            warnings.warn(
+                f"record.{name} failed and is off from here on ({type(error).__name__}: {error}). metrics.jsonl has everything.",
+                stacklevel=3,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class TensorBoard:
+    """Event files in the run folder: `tensorboard --logdir RUN/tensorboard`."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._writer = importlib.import_module("tensorboardX").SummaryWriter(str(folder.tensorboard))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run whose files lie in the run folder."""
+
+    def __init__(self, folder: RunFolder, project: str, mode: str, config: Mapping[str, Any]) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=project,
+            name=folder.root.name,
+            dir=str(folder.root),
+            mode=mode,
+            config=dict(config),
+            settings=wandb.Settings(silent=True),
+        )
+        # Warm-up and RL both count from 1, while wandb's own step may only rise.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A trackio run."""
+
+    def __init__(self, folder: RunFolder, project: str, config: Mapping[str, Any]) -> None:
+        self._trackio = importlib.import_module("trackio")
+        self._trackio.init(project=project, name=folder.root.name, config=dict(config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()

@@ -1,0 +1,193 @@
+"""The controller's pen: every number of a run passes through here, to the files, the terminal and the final report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from drumroll.config.models import RlConfig, RunConfig
+from drumroll.errors import RolloutError
+from drumroll.record.curve import draw_curve
+from drumroll.record.folder import RunFolder
+from drumroll.record.live import LiveView
+from drumroll.record.metrics import REWARD, SUCCESS, TOKENS_PER_S, EvalStage, MetricsLog
+from drumroll.record.phases import PhaseTimer
+from drumroll.record.report import Scores, Summary, pick_transcripts, print_report, write_summary
+from drumroll.record.store import Reader
+from drumroll.types import SampleInfo
+
+MAX_IDLE_STEPS = 10
+"""Steps in a row without anything to learn from, after which a run stops."""
+
+
+@dataclass
+class Compute:
+    """What training has cost, in tokens. A token that is only passed forward costs a third of one that is trained on."""
+
+    trained: int = 0
+    forwarded: int = 0
+    """Prompt and new tokens of rollouts, and tokens scored by a reference."""
+    imitated: int = 0
+    imitation_updates: int = 0
+    generated: int = 0
+
+    @property
+    def rl_tokens(self) -> float:
+        """Cost of RL so far, in trained tokens."""
+        return self.trained + self.forwarded / 3
+
+    @property
+    def sft_tokens_per_update(self) -> float:
+        return self.imitated / max(1, self.imitation_updates)
+
+
+class Recorder:
+    """A context manager around a run. A run that ends well gets a summary, a curve and a report; one that fails keeps its files."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder, console: Console | None = None) -> None:
+        self.folder = folder
+        self.compute = Compute()
+        self._cfg = cfg
+        self._steps = cfg.max_steps if isinstance(cfg, RlConfig) else 0
+        self._console = console or Console()
+        self._view = LiveView(self._steps, cfg.name, self._console)
+        self._metrics = MetricsLog(folder, cfg.record, cfg.model_dump(mode="json"))
+        self._timer = PhaseTimer(on_change=self._view.phase)
+        self._exit = ExitStack()
+        self._idle_steps = 0
+        self._scores: dict[EvalStage, Scores] = {}
+        self._last_step = 0
+
+    def __enter__(self) -> Self:
+        self._exit.enter_context(self._metrics)
+        self._exit.enter_context(self._view)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._exit.close()
+        if kind is None:
+            self._report()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Charge the block's time to a phase."""
+        return self._timer.phase(name)
+
+    @contextmanager
+    def stage(self, text: str, total: int | None = None) -> Iterator[None]:
+        """Show that something other than a step of RL goes on."""
+        self._view.stage(text, total)
+        yield
+
+    def log_step(
+        self,
+        step: int,
+        samples: Sequence[SampleInfo],
+        batch: Mapping[str, float],
+        updates: Sequence[Mapping[str, float]],
+        sync: Mapping[str, float],
+    ) -> None:
+        """One step of RL: its samples, its batch, the mean over its updates, its weight sync, its time."""
+        times = self._timer.take()
+        new_tokens = sum(sample.num_new_tokens for sample in samples)
+        metrics = {
+            **sample_metrics(samples),
+            TOKENS_PER_S: new_tokens / max(1e-9, times.get("time/rollout_s", 0.0)),
+            **batch,
+            **{f"update/{name}": fmean(update[name] for update in updates) for name in (updates[0] if updates else ())},
+            **sync,
+            **times,
+        }
+        self._metrics.log(step, metrics)
+        self._view.step(step, metrics)
+        self._last_step = step
+        self.compute.generated += new_tokens
+        self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples)
+        self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in updates))
+        self._idle_steps = self._idle_steps + 1 if batch.get("batch/informative_token_ratio") == 0.0 else 0
+        if self._idle_steps >= MAX_IDLE_STEPS:
+            raise RolloutError(
+                f"{MAX_IDLE_STEPS} steps in a row had nothing to learn from: within every group all rewards were equal. "
+                f"Make the task easier or warm up first (`warmup`), raise `rollout.group_size`, or look at the samples with "
+                f"`drumroll show {self.folder.root}`."
+            )
+
+    def log_imitation(self, first_update: int, updates: Sequence[Mapping[str, float]]) -> None:
+        """Updates of supervised fine-tuning, the first of which has number `first_update`."""
+        for offset, update in enumerate(updates):
+            self._metrics.log(first_update + offset, {f"sft/{name}": value for name, value in update.items()})
+        self._view.advance(len(updates))
+        self.compute.imitated += int(sum(update.get("num_tokens", 0.0) for update in updates))
+        self.compute.imitation_updates += len(updates)
+
+    def log_evaluation(self, step: int, samples: Mapping[str, Sequence[SampleInfo]], *, comparison: bool = False) -> None:
+        """Results on the held-out tasks by mode; as success where the task knows it, as mean reward otherwise."""
+        self._timer.take()  # an evaluation's time belongs to no step
+        scores = {mode: score(of_mode) for mode, of_mode in samples.items()}
+        stage: EvalStage = "comparison" if comparison else "before" if step == 0 else "after" if step == self._steps else "during"
+        extra = {f"{mode}_{name}": value for mode, of_mode in samples.items() for name, value in sample_metrics(of_mode).items()}
+        self._scores[stage] = scores
+        self._metrics.log_evaluation(stage, step, {**scores, **extra})
+        if not comparison:
+            self._view.evaluation(step, scores.get("sampled"), scores.get("greedy"))
+
+    def log_heldout_loss(self, step: int, loss: float | None, *, last: bool) -> None:
+        """Loss on held-out demonstrations, before or after supervised fine-tuning."""
+        if loss is not None:
+            stage: EvalStage = "after" if last else "before"
+            self._scores[stage] = {"heldout_loss": loss}
+            self._metrics.log_evaluation(stage, step, {"heldout_loss": loss})
+
+    def _report(self) -> None:
+        compute = self.compute
+        tokens = {"generated": compute.generated, "trained": compute.trained, "imitated": compute.imitated}
+        summary = Summary(
+            name=self._cfg.name,
+            steps=self._last_step,
+            seconds=self._timer.totals(),
+            tokens={name: number for name, number in tokens.items() if number},
+            before=self._scores.get("before", {}),
+            after=self._scores.get("after", {}),
+            comparison=self._scores.get("comparison", {}),
+            details={"seed": self._cfg.seed},
+        )
+        write_summary(self.folder, summary)
+        draw_curve(self.folder)
+        transcripts = []
+        if "sampled" in summary.before and "sampled" in summary.after:
+            with Reader(self.folder.store) as reader:
+                transcripts = pick_transcripts(reader, before=0, after=self._steps)
+        print_report(self._console, self.folder, summary, transcripts)
+
+
+def score(samples: Sequence[SampleInfo]) -> float:
+    """Share of successes where the task knows success, mean reward otherwise."""
+    successes = [float(sample.success) for sample in samples if sample.success is not None]
+    return fmean(successes) if successes else fmean([sample.reward for sample in samples if sample.reward is not None] or [0.0])
+
+
+def sample_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
+    """What a set of samples looks like: rewards, their parts, success, lengths, how they ended."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    successes = [float(sample.success) for sample in samples if sample.success is not None]
+    lengths = [float(sample.num_new_tokens) for sample in samples]
+    metrics = {"rollout/num_samples": float(len(samples)), "rollout/no_verdict_ratio": 1.0 - len(rewards) / max(1, len(samples))}
+    if rewards:
+        metrics |= {REWARD: fmean(rewards), "rollout/reward_std": pstdev(rewards)}
+    if successes:
+        metrics[SUCCESS] = fmean(successes)
+    if lengths:
+        metrics |= {"rollout/new_tokens_mean": fmean(lengths), "rollout/new_tokens_max": max(lengths)}
+    for name in sorted({name for sample in samples for name in sample.reward_parts}):
+        metrics[f"reward/{name}_mean"] = fmean(sample.reward_parts[name] for sample in samples if name in sample.reward_parts)
+    for name in sorted({name for sample in samples for name in sample.metrics}):
+        metrics[f"env/{name}_mean"] = fmean(sample.metrics[name] for sample in samples if name in sample.metrics)
+    for reason, count in sorted(Counter(sample.stop_reason for sample in samples).items()):
+        metrics[f"rollout/stop_{reason}_ratio"] = count / len(samples)
+    return metrics

@@ -1,0 +1,140 @@
+"""What `drumroll show RUN` prints: a table of samples, or one trajectory in full. Functions that return renderables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from drumroll.errors import UserError
+from drumroll.record.store import Bounds, Filter, SampleRow
+from drumroll.types import Trajectory
+
+AUTHOR_STYLE = {"environment": "cyan", "policy": "green"}
+
+
+def parse_filter(
+    *,
+    phase: str | None = None,
+    step: str | None = None,
+    reward: str | None = None,
+    domain: str | None = None,
+    stop_reason: str | None = None,
+    success: bool | None = None,
+) -> Filter:
+    """A filter from command-line texts. `step` and `reward` take `3`, `>=0.5`, `<0.5` or `0.2..0.8`."""
+    ranges = {"step": step, "reward": reward}
+    bounds: dict[str, Bounds | None] = {}
+    for name, text in ranges.items():
+        try:
+            bounds[name] = None if text is None else Bounds.parse(text)
+        except UserError as error:
+            raise UserError(f"--{name}: {error}") from error
+    return Filter(phase=phase, step=bounds["step"], reward=bounds["reward"], domain=domain, stop_reason=stop_reason, success=success)
+
+
+def sample_table(rows: Sequence[SampleRow], total: int) -> RenderableType:
+    """A line per sample. `total` is how many the filter lets through, of which `rows` may be the first."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("sample", overflow="fold", style="bold", ratio=3)
+    table.add_column("step", justify="right")
+    table.add_column("domain")
+    table.add_column("reward", justify="right")
+    table.add_column("success")
+    table.add_column("stop")
+    table.add_column("tokens", justify="right")
+    table.add_column("reply", no_wrap=True, overflow="ellipsis", ratio=4)
+    for row in rows:
+        reply = Text(printable(row.error).replace("\n", " "), style="red") if row.error else Text(printable(row.reply).replace("\n", "⏎"))
+        table.add_row(
+            Text(printable(row.sample_id)),
+            str(row.step),
+            Text(printable(row.domain)),
+            reward_text(row.reward),
+            success_text(row.success),
+            row.stop_reason,
+            f"{row.num_prompt_tokens}+{row.num_new_tokens}",
+            reply,
+        )
+    if len(rows) == total:
+        note = f"{total} samples." if rows else "No sample matches."
+    else:
+        note = f"{len(rows)} of {total} samples; narrow the filter or raise the limit to see others."
+    return Group(table, Text(note, style="dim")) if rows else Text(note, style="dim")
+
+
+def trajectory_view(row: SampleRow, trajectory: Trajectory) -> RenderableType:
+    """One trajectory in full: facts, then every turn in its author's colour."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("phase", f"{row.phase}, step {row.step}")
+    facts.add_row("task", Text(printable(f"{trajectory.task.id} ({trajectory.task.domain})")))
+    facts.add_row("reward", Text.assemble(reward_text(trajectory.reward), _listed(trajectory.reward_parts, "   ")))
+    facts.add_row("success", success_text(trajectory.success))
+    facts.add_row("stopped by", trajectory.stop_reason)
+    facts.add_row("tokens", f"{row.num_prompt_tokens} given, {row.num_new_tokens} sampled{_versions(trajectory)}")
+    facts.add_row("sampling", f"temperature {trajectory.sampling.temperature:g}, seed {trajectory.seed}")
+    if trajectory.metrics:
+        facts.add_row("metrics", _listed(trajectory.metrics))
+    if trajectory.timings:
+        facts.add_row("timings", _timings(trajectory.timings))
+    if trajectory.task.data:
+        facts.add_row("data", Text(printable(", ".join(f"{key}: {value!r}" for key, value in trajectory.task.data.items()))))
+    if trajectory.error:
+        facts.add_row("error", Text(printable(trajectory.error), style="red"))
+    turns = [
+        Panel(
+            Text(printable(turn.text), style=AUTHOR_STYLE[turn.author]),
+            title=f"{turn.author}, {turn.end - turn.start} tokens",
+            title_align="left",
+            border_style=f"dim {AUTHOR_STYLE[turn.author]}",
+        )
+        for turn in trajectory.turns
+    ]
+    return Group(Text(printable(trajectory.sample_id), style="bold"), facts, *turns)
+
+
+def printable(text: str) -> str:
+    """Text that is safe for a terminal: control characters that a model may have written appear as escapes."""
+    return "".join(c if c in "\n\t" or not _is_control(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def reward_text(reward: float | None) -> Text:
+    if reward is None:
+        return Text("no verdict", style="dim")
+    return Text(f"{reward:.3g}", style="green" if reward > 0 else "red" if reward < 0 else "")
+
+
+def success_text(success: bool | None) -> Text:
+    return Text("-", style="dim") if success is None else Text("yes", style="green") if success else Text("no", style="red")
+
+
+def _listed(values: Mapping[str, float], before: str = "") -> Text:
+    return Text(printable(before + "  ".join(f"{name} {value:.4g}" for name, value in values.items())) if values else "")
+
+
+def _versions(trajectory: Trajectory) -> str:
+    versions = trajectory.token_version[trajectory.loss_mask]
+    if not len(versions):
+        return ""
+    oldest, newest = int(versions.min()), int(versions.max())
+    return f" by the weights of step {oldest}" + (f" to {newest}" if newest > oldest else "")
+
+
+def _timings(timings: Mapping[str, float]) -> Text:
+    """Durations as they are; events as seconds after the first one."""
+    events = {name: value for name, value in timings.items() if not name.endswith("_s")}
+    first = min(events.values(), default=0.0)
+    parts = [f"{name} +{value - first:.3f} s" for name, value in sorted(events.items(), key=lambda event: event[1])]
+    parts += [f"{name.removesuffix('_s')} {value:.3f} s" for name, value in timings.items() if name.endswith("_s")]
+    return Text(printable("  ".join(parts)))
+
+
+def _is_control(character: str) -> bool:
+    code = ord(character)
+    return code < 32 or 127 <= code < 160 or 0xD800 <= code < 0xE000 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_configs import RL_ROLES, rl_config
+
+from drumroll.config.models import ModelConfig, ScratchConfig
+from drumroll.errors import PlanError
+from drumroll.plan import Memory, make_plan, parameter_count, parse_pool
+from drumroll.plan.cost import compute_bytes, device_memory, known_parameters
+
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+# Counts of the models that transformers 5.19 builds from these configs.
+@pytest.mark.parametrize(
+    ("family", "plain", "tied", "untied_head_24"),
+    [
+        ("llama", 257472, 193472, 275904),
+        ("mistral", 257472, 193472, 275904),
+        ("qwen2", 257856, 193856, 276480),
+        ("qwen3", 516288, 452288, 276048),
+        ("gemma", 746432, 746432, 275904),
+        ("gemma2", 746816, 746816, 276288),
+        ("gemma3_text", 748352, 748352, 276432),
+    ],
+)
+def test_parameter_count(family: str, plain: int, tied: int, untied_head_24: int) -> None:
+    config = {"model_type": family, **SHAPE}
+    assert parameter_count(config) == plain
+    assert parameter_count({**config, "tie_word_embeddings": True}) == tied
+    assert parameter_count({**config, "tie_word_embeddings": False, "head_dim": 24}) == untied_head_24
+    assert parameter_count({**config, "head_dim": None, "tie_word_embeddings": None}) == plain
+
+
+def test_biases_count() -> None:
+    config = {"model_type": "llama", **SHAPE}
+    assert parameter_count({**config, "attention_bias": True}) == 257472 + 3 * (64 + 2 * 32 + 64)
+    assert parameter_count({**config, "mlp_bias": True}) == 257472 + 3 * (2 * 160 + 64)
+
+
+def test_published_sizes() -> None:
+    qwen = {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    assert parameter_count({**qwen, "num_attention_heads": 28, "num_key_value_heads": 4}) == 7_615_616_512
+    llama = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    assert parameter_count({**llama, "num_attention_heads": 32, "num_key_value_heads": 8}) == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "rwkv", **SHAPE}, {"model_type": "llama"}, {**SHAPE, "model_type": "llama", "vocab_size": None}][:]
+)
+def test_unknown_models_have_no_count(config: dict[str, Any]) -> None:
+    assert parameter_count(config) is None
+
+
+def test_known_parameters(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    assert known_parameters(ModelConfig(path=str(tmp_path))) == 257472
+    (tmp_path / "config.json").write_text("not JSON")
+    assert known_parameters(ModelConfig(path=str(tmp_path))) is None
+    assert known_parameters(ModelConfig(path="org/name")) is None
+    scratch = {name: value for name, value in SHAPE.items() if name != "vocab_size"}
+    assert known_parameters(ModelConfig(scratch=ScratchConfig(characters="ab", config=scratch))) == 257472 - 2 * 64 * 998
+
+
+def test_what_each_device_holds() -> None:
+    assert device_memory("actor_train", 1000, 4, 1, 2) == Memory(weights=1000, gradients=1000, optimizer=2000)
+    assert device_memory("actor_infer", 1000, 4, 2, 2) == Memory(weights=1000)
+    assert device_memory("reference", 1000, 4, 1, 4) == Memory(weights=1000)
+    assert (compute_bytes("auto", "gpu"), compute_bytes("auto", "cpu")) == (2, 4)
+    assert (compute_bytes("bfloat16", "cpu"), compute_bytes("float32", "gpu")) == (2, 4)
+
+
+def test_a_trainer_that_cannot_fit_is_refused_with_numbers() -> None:
+    seven_billion = 7_615_616_512
+    with pytest.raises(PlanError) as caught:
+        make_plan(rl_config(), parse_pool("1x1x80GiB"), RL_ROLES, num_parameters=seven_billion)
+    for fragment in ("`devices.actor_train`", "7.62 billion", "113.5 GiB", "optimizer 56.7", "80 GiB", "2 such GPUs or more"):
+        assert fragment in str(caught.value)
+    assert make_plan(rl_config(), parse_pool("1x2x80GiB"), RL_ROLES, num_parameters=seven_billion).num_parameters == seven_billion
+
+
+def test_an_engine_that_cannot_fit_is_refused_with_the_parallel_size_that_would() -> None:
+    seventy_billion, pool = 70 * 10**9, parse_pool("8x8x80GiB")
+    with pytest.raises(PlanError, match=r"`devices\.actor_infer`.*130\.4 GiB.*`parallel\.actor_infer\.tp` to 2 or more"):
+        make_plan(rl_config(), pool, RL_ROLES, num_parameters=seventy_billion)
+    plan = make_plan(rl_config(parallel={"actor_infer": {"tp": 2}}), pool, RL_ROLES, num_parameters=seventy_billion)
+    assert plan.memory["actor_infer"].total == seventy_billion
+
+
+def test_only_used_gpus_of_known_memory_are_checked() -> None:
+    huge = 10**13
+    assert make_plan(rl_config(), parse_pool("1x2xcpu"), RL_ROLES, num_parameters=huge).memory["actor_train"].total == 8 * huge
+    ten_billion = 10**10
+    small_and_large = parse_pool("1x1x8GiB:small,1x4x80GiB:large")
+    with pytest.raises(PlanError, match=r"`devices\.actor_infer`.*node0's have 8 GiB"):
+        make_plan(rl_config(), small_and_large, RL_ROLES, num_parameters=ten_billion)
+    make_plan(rl_config({"actor_infer": {"where": {"gpu": "large"}}}), small_and_large, RL_ROLES, num_parameters=ten_billion)
