@@ -7,6 +7,7 @@ a hub id (`org/name` or `name`), and only for a few seconds: without a network t
 from __future__ import annotations
 
 import difflib
+import re
 import threading
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,8 @@ ANSWER_WITHIN_S = 4.0
 # What training and tokenizing need. Repositories often hold the same weights once more in other formats.
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 MODEL_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
+
+HUB_ID = re.compile(r"(?!.*(--|\.\.))([a-zA-Z0-9][\w.-]{0,95}/)?[a-zA-Z0-9][\w.-]{0,95}(?<![.-])", re.ASCII)
 
 FILE_ENDINGS = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".safetensors", ".yaml", ".yml"}
 
@@ -36,6 +39,8 @@ def resolve_folder(path_or_id: str, revision: str | None, repo_type: Literal["mo
         raise error(f"'{path_or_id}' is a file; a {repo_type} is expected to be a folder or a hub id such as 'org/name'.")
     if looks_like_path(path_or_id):
         raise error(f"'{path_or_id}' does not exist.{nearest_sibling(path)} Relative paths start at the working directory.")
+    if not HUB_ID.fullmatch(path_or_id):
+        raise error(f"'{path_or_id}' is neither a folder here nor written like a hub id ('org/name').{nearest_sibling(path)}")
     return _from_hub(path_or_id, revision, repo_type, error)
 
 
@@ -64,28 +69,25 @@ def nearest_sibling(path: Path) -> str:
 
 def _from_hub(repo_id: str, revision: str | None, repo_type: Literal["model", "dataset"], error: type[UserError]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError:
-        raise error(
-            f"'{repo_id}' is neither a folder here nor written like a hub id ('org/name').{nearest_sibling(Path(repo_id))}"
-        ) from None
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     wanted = f"{repo_type} '{repo_id}'" + (f" at revision '{revision}'" if revision else "")
     commit, trouble = _ask_for_commit(repo_id, revision, repo_type)
-    patterns = {"allow_patterns": MODEL_FILES, "ignore_patterns": MODEL_DUPLICATES} if repo_type == "model" else {}
     try:
         folder = snapshot_download(
-            repo_id, repo_type=repo_type, revision=commit or revision, local_files_only=commit is None, etag_timeout=ANSWER_WITHIN_S, **patterns
+            repo_id,
+            repo_type=repo_type,
+            revision=commit or revision,
+            local_files_only=commit is None,
+            allow_patterns=MODEL_FILES if repo_type == "model" else None,
+            ignore_patterns=MODEL_DUPLICATES if repo_type == "model" else None,
         )
     except LocalEntryNotFoundError as absent:
+        hint = nearest_sibling(Path(repo_id)) if Path(repo_id).parent.is_dir() else ""
         presence = "only partly in" if hasattr(absent, "snapshot_path") else "not in"  # an interrupted download left something
         raise error(
             f"'{repo_id}' is not a folder here, {wanted} is {presence} the local hub cache, and {trouble or 'the hub stopped answering'}."
-            f"{nearest_sibling(Path(repo_id))} Check the spelling, or download it on a machine with access and give its folder."
+            f"{hint} Check the spelling, or download it on a machine with access and give its folder."
         ) from absent
     except Exception as failure:
         raise error(f"{wanted} could not be downloaded from the hub: {type(failure).__name__}: {_first_line(failure)}") from failure

@@ -12,6 +12,7 @@ sight. A model whose layers do not all come through here would mix neighbours: `
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from drumroll.errors import ModelError
 
 PACKED_ATTENTION = "drumroll_packed"
+
+_VARLEN_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 attends with fewer key than query heads without being told."""
 
 _NARROW = 32
 """Sequences up to this length share one bucket."""
@@ -94,10 +99,16 @@ def packed_attention(
 
     Dropout is ignored: log-probabilities must be those that the engine sampled at.
     """
-    unsupported = [name for name in _REFUSED if others.get(name) is not None] + ["attention_mask"] * (attention_mask is not None)
-    if unsupported or packed is None or not getattr(module, "is_causal", True):
-        reason = f"it needs {', '.join(unsupported)}" if unsupported else "it has attention that is not causal or not told how tokens are packed"
-        raise ModelError(f"{type(module).__name__} cannot attend to packed sequences: {reason}. Choose a model without it.")
+    unsupported = [name for name in _REFUSED if others.get(name) is not None]
+    if attention_mask is not None:
+        unsupported.append("attention_mask")
+    if packed is None or not getattr(module, "is_causal", True):
+        unsupported.append("attention that is not causal")
+    if packed is None or unsupported:
+        raise ModelError(
+            f"{type(module).__name__} cannot attend to packed sequences: it needs {', '.join(unsupported)}. "
+            f"Train a model with plain causal attention, such as llama, qwen2, qwen3, gpt2 or gpt_neox."
+        )
     packed.num_calls += 1
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
@@ -116,22 +127,11 @@ def register_packed_attention() -> None:
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scale: float | None, window: int | None) -> Tensor:
     """[T, H, D] each, on the kernel for packed sequences."""
-    from torch.nn.attention.varlen import varlen_attn
-
     look_back = -1 if window is None else window - 1  # transformers counts the token itself
     ends, longest = packed.offsets, packed.max_length
-    output = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(look_back, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _VARLEN_ASKS_FOR_GROUPS else {}
+    query, key, value = (states.contiguous() for states in (query, key, value))
+    output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=(look_back, 0), **grouped)
     assert isinstance(output, Tensor), "the log-sum-exp was not asked for"
     return output
 
@@ -140,16 +140,14 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, sca
     """[T, H, D] each, bucket by bucket."""
     sizes = [len(bucket.cells) for bucket in packed.buckets]
     ordered = len(sizes) == 1  # one bucket holds the tokens in the order they have anyway
-    by_bucket = [(states if ordered else states.index_select(0, packed.order)).split(sizes) for states in (query, key, value)]
+    by_bucket = [torch.split(states if ordered else states.index_select(0, packed.order), sizes) for states in (query, key, value)]
     parts = []
     for bucket, *states in zip(packed.buckets, *by_bucket, strict=True):
         mask = None if window is None or window >= bucket.width else _window_mask(bucket.width, window, query.device)
+        queries, keys, values = (_pad(part, bucket) for part in states)
+        grouped = query.shape[1] != key.shape[1]
         attended = scaled_dot_product_attention(
-            *(_pad(part, bucket) for part in states),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
         parts.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells))
     if ordered:
@@ -161,7 +159,7 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, sca
 def _pad(states: Tensor, bucket: Bucket) -> Tensor:
     """[t, H, D] → [rows, H, width, D]."""
     cells = states.new_zeros(bucket.rows * bucket.width, *states.shape[1:]).index_copy(0, bucket.cells, states)
-    return cells.unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2)
+    return cells.view(bucket.rows, bucket.width, *states.shape[1:]).transpose(1, 2)
 
 
 def _window_mask(width: int, window: int, device: torch.device) -> Tensor:

@@ -45,7 +45,7 @@ def sample(logp: Tensor, uniform: Tensor, greedy: Tensor | None = None) -> Tenso
     """[R] token ids by inverse CDF of `logp` [R, V] at `uniform` [R] in [0, 1); rows with `greedy` [R] take the likeliest.
 
     A token of probability zero is never drawn: the CDF rises only at possible tokens."""
-    cdf = logp.double().exp_().cumsum_(-1)
+    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     # A product that rounds up to the total would lie beyond the last token.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))

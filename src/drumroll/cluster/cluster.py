@@ -52,6 +52,16 @@ class Ref:
         """Bring the value here; for small results."""
         return collect([_translate(self.object.future(), self.where, self.method)], [self.where], self.method, deadline_s)[0]
 
+    async def value(self, deadline_s: float = DEADLINE_S) -> Any:
+        """`fetch`, awaited."""
+        return await _within(_translate(self.object.future(), self.where, self.method), self.where, self.method, deadline_s)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> None:
+        """Until the value is there; it stays where it is. A failure shows where the `Ref` is used."""
+        ready, _ = ray.wait([self.object], timeout=deadline_s, fetch_local=False)
+        if not ready:
+            raise _overdue([self.where], self.method, deadline_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Handle:
@@ -82,7 +92,7 @@ class Handle:
 
     def refs(self, num_returns: int, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
         """As `ref`, for a method that returns a list of `num_returns` values: one `Ref` for each."""
-        objects = self._objects(method, args, kwargs, num_returns)
+        objects = self._objects(method, args, kwargs, num_returns, unpack=True)
         return [Ref(part, self.where, method) for part in (objects if num_returns > 1 else [objects])]
 
     async def ping(self, deadline_s: float = 10.0) -> float:
@@ -90,10 +100,10 @@ class Handle:
         answer: float = await _within(_translate(self.actor.ping.remote().future(), self.where, "ping"), self.where, "ping", deadline_s)
         return answer
 
-    def _objects(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_returns: int) -> Any:
+    def _objects(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_returns: int, *, unpack: bool = False) -> Any:
         objects: list[Any] = []
         template = _slots((args, dict(kwargs)), objects)
-        return self.actor.call.options(num_returns=num_returns).remote(method, num_returns, template, *objects)
+        return self.actor.call.options(num_returns=num_returns).remote(method, num_returns if unpack else None, template, *objects)
 
 
 class Cluster:

@@ -194,17 +194,21 @@ class Host:
 
         self._worker = await self._run(target, build)
 
-    async def call(self, method: str, num_returns: int, template: tuple[Iterable[Any], Mapping[str, Any]], *values: Any) -> Any:
-        """Run a method of the worker; `values` are the by-reference arguments, which Ray has fetched."""
+    async def call(self, method: str, num_returns: int | None, template: tuple[Iterable[Any], Mapping[str, Any]], *values: Any) -> Any:
+        """Run a method of the worker; `values` are the by-reference arguments, which Ray has fetched.
+
+        With `num_returns` the method's result is a list whose elements become separate objects."""
         args, kwargs = fill(template, values)
         function = getattr(self._worker, method, None)
         if not callable(function):
             self._raise(AttributeError(f"{type(self._worker).__qualname__} has no method '{method}'"), method)
         result = await self._run(method, function, *args, **kwargs)
-        if num_returns > 1 and (not isinstance(result, list | tuple) or len(result) != num_returns):
+        if num_returns is None:
+            return result
+        if not isinstance(result, list | tuple) or len(result) != num_returns:
             got = f"{len(result)} values" if isinstance(result, list | tuple) else type(result).__name__
             self._raise(ValueError(f"it was to return a list of {num_returns} values and returned {got}"), method)
-        return result
+        return result if num_returns > 1 else result[0]
 
     async def _run(self, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
 
 from drumroll.config.models import Role
 from drumroll.plan import Plan
@@ -159,11 +158,10 @@ class Arbiter:
         answer = callback(tuple(sorted(ranks)))
         if answer is None:
             return
-        coroutine = cast("asyncio._CoroutineLike[None]", answer)
         if tenant.loop is None:
             asyncio.run(_awaited(answer))
         else:
-            asyncio.run_coroutine_threadsafe(coroutine, tenant.loop).result(self._callback_deadline_s)
+            asyncio.run_coroutine_threadsafe(_awaited(answer), tenant.loop).result(self._callback_deadline_s)
 
 
 async def _awaited(answer: Awaitable[None]) -> None:

@@ -16,11 +16,11 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
 import ray
+import ray._private.worker
 from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -49,7 +49,7 @@ class Session:
     """A connection to Ray for the length of a `with` block.
 
         with Session(cfg.ray) as session:
-            plan = make_plan(cfg, session.pool)
+            plan = make_plan(cfg, session.pool())
             trainers = Cluster.launch(session, plan.workers("actor_train"), "drumroll.workers.train:TrainWorker", kwargs={...})
 
     Leaving the block ends every worker, whatever raised.
@@ -59,6 +59,7 @@ class Session:
         self.config = config
         self.folder: str | None = None
         """Temporary folder of a private Ray, with the workers' logs; kept when a worker failed."""
+        self._pool: Pool | None = None
         self._stack = ExitStack()
         self._actors: list[Any] = []
         self._local_pids: set[int] = set()
@@ -82,9 +83,10 @@ class Session:
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="drumroll-ray-")
         # A token of its own: none is written into the home folder, and nobody else's is needed.
-        self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_BACKEND_LOG_LEVEL": "error"}))
+        self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
         self._stack.enter_context(_fresh_token())
-        with _loopback():
+        # Ray replaces 127.0.0.1 by the machine's outer address unless it is told that it cannot form a cluster.
+        with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
             ray.init(
                 address="local",  # also when RAY_ADDRESS names a cluster
                 num_cpus=os.cpu_count(),
@@ -124,10 +126,11 @@ class Session:
                 if self.folder is not None and not isinstance(error, WorkerError):
                     shutil.rmtree(self.folder, ignore_errors=True)
 
-    @cached_property
     def pool(self) -> Pool:
-        """This machine, or the live nodes of the joined cluster."""
-        return local_pool(self.config.cpu_slots) if self.private else Pool(tuple(self._node(node) for node in self._live_nodes()))
+        """This machine, or the live nodes of the joined cluster as they were when first asked for."""
+        if self._pool is None:
+            self._pool = local_pool(self.config.cpu_slots) if self.private else Pool(tuple(map(self._node, self._live_nodes())))
+        return self._pool
 
     @staticmethod
     def _live_nodes() -> list[Mapping[str, Any]]:
@@ -164,7 +167,7 @@ class Session:
 
     def environment(self, placement: Placement) -> dict[str, str]:
         """Variables that must be there before the worker's process starts."""
-        node = self.pool.by_id[placement.node]
+        node = self.pool().by_id[placement.node]
         visible = [node.device_id(device.local) for device in placement.devices] if placement.kind == "gpu" else []
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(visible),
@@ -218,20 +221,20 @@ def _quiet() -> Iterator[None]:
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with _replaced(ray._private.worker, "print_to_stdstream", lambda *args, **kwargs: None):
+            yield
     finally:
         logger.setLevel(before)
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
-    """Ray replaces 127.0.0.1 by the machine's outer address unless it is told that it cannot form a cluster."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        setattr(module, name, before)
 
 
 @contextmanager

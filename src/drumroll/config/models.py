@@ -292,9 +292,10 @@ class DeviceRequest(Options):
     """Devices of a role, where a plain range does not say enough."""
 
     where: dict[str, str] = {}
-    """Only nodes whose labels match, for example `{gpu: L40S}`."""
+    """Only nodes whose labels match, for example `{gpu: L40S}`. Every node also has `kind` (`gpu` or `cpu`) and `node` (its name)."""
     take: str | int | tuple[int, ...] | None = None
-    """Which of those devices, counted over the matching nodes: `0-3`, `[0, 2]`, or a number of devices; all otherwise."""
+    """Which of those devices, counted over the matching nodes: `0-3`, `[0, 2]`, `cpu` for their host processors, or, unlike in a
+    plain map, a number of devices; all otherwise."""
 
 
 DeviceSpec = str | int | tuple[int, ...] | DeviceRequest
@@ -337,7 +338,8 @@ class RunConfig(Options):
     model: ModelConfig
     trainer: TrainerChoice = Field(default={"kind": "fsdp2"}, validate_default=True)  # type: ignore[assignment]
     devices: Literal["auto"] | dict[Role, DeviceSpec] = "auto"
-    """Which devices each role gets: `auto`, or for example `{actor_train: 0-3, actor_infer: 0-7, reward: cpu}`."""
+    """Which devices each role gets: `auto`, or for example `{actor_train: 0-3, actor_infer: 0-7, reward: cpu}`. A single number is
+    a device, `all` is every device; a role that is not named gets what `auto` would give it."""
     parallel: dict[Role, ParallelConfig] = {}
     """Parallel sizes by role."""
     ray: RayConfig = RayConfig()

@@ -26,6 +26,10 @@ class TaskCursor:
         self._seed = seed
         self._start_epoch(0, deferred=[])
 
+    def __len__(self) -> int:
+        """Tasks in an epoch."""
+        return len(self._tasks)
+
     def take(self, n: int) -> list[Task]:
         """The next `n` tasks."""
         taken: list[int] = []

@@ -128,6 +128,7 @@ def _parquet(path: Path) -> Iterator[Located]:
 def _folder_rows(folder: Path, source: SourceConfig) -> Iterator[Located]:
     import datasets
 
+    datasets.disable_progress_bars()
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             loaded = datasets.load_from_disk(str(folder))

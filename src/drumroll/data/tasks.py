@@ -58,7 +58,7 @@ def load_demonstrations(source: SourceConfig, completion_field: str = "completio
     demonstrations = []
     for where, row in read_rows(source):
         place = f"'{source.path}', {where}"
-        _require(row, [source.prompt_field, completion_field], place)
+        _require(row, {source.prompt_field: "prompt_field", completion_field: "completion_field"}, place)
         completion = row[completion_field]
         if not isinstance(completion, str) or not completion:
             raise DataError(f"{place}: column '{completion_field}' holds {_short(completion)}; the text of a reply was expected.")
@@ -70,24 +70,32 @@ def load_demonstrations(source: SourceConfig, completion_field: str = "completio
 def _tasks(
     rows: Iterable[Located], source: SourceConfig, needed_fields: Collection[str], split_label: str, needs_prompt: bool
 ) -> list[Task]:
-    needed = [*([source.prompt_field] if needs_prompt else []), *([source.id_field] if source.id_field else []), *needed_fields]
+    needed = dict.fromkeys(needed_fields, "")
+    if needs_prompt:
+        needed[source.prompt_field] = "prompt_field"
+    if source.id_field is not None:
+        needed[source.id_field] = "id_field"
     tasks: dict[str, tuple[str, Task]] = {}
     for number, (where, row) in enumerate(rows):
         place = f"'{source.path}', {where}"
         _require(row, needed, place)
         task_id = f"{split_label}-{number}" if source.id_field is None else _id(row[source.id_field], source.id_field, place)
         if task_id in tasks:
-            raise DataError(f"{place}: id '{task_id}' was already used in {tasks[task_id][0]}; column '{source.id_field}' must name each row.")
+            raise DataError(
+                f"{place}: id '{task_id}' was already used in {tasks[task_id][0]}; column '{source.id_field}' must name each row."
+            )
         shown = row.get(source.prompt_field)
         prompt, messages = _prompt(shown, source.prompt_field, place) if needs_prompt or shown is not None else (None, None)
         tasks[task_id] = where, Task(task_id, prompt, messages, _domain(row, source.domain, place), row)
     return [task for _, task in tasks.values()]
 
 
-def _require(row: Row, columns: Iterable[str], place: str) -> None:
-    for column in columns:
+def _require(row: Row, columns: Mapping[str, str], place: str) -> None:
+    """Every column must be there; `columns` maps each to the config key that names it, or to nothing."""
+    for column, key in columns.items():
         if column not in row:
-            raise DataError(f"{place}: there is no column '{column}'.{nearest(column, row)} Columns: {', '.join(row) or 'none'}.")
+            advice = f" Name the right one by `{key}`." if key else ""
+            raise DataError(f"{place}: there is no column '{column}'.{nearest(column, row)} Columns: {', '.join(row) or 'none'}.{advice}")
 
 
 def _id(value: Any, column: str, place: str) -> str:
@@ -116,12 +124,12 @@ def _prompt(value: Any, column: str, place: str) -> tuple[str | None, tuple[Mess
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, dict):
         raise DataError(f'{place} is {_short(message)}; an object such as {{"role": "user", "content": "2+2?"}} was expected.')
-    message = {key: value for key, value in message.items() if value is not None}  # Parquet gives every message every key
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise DataError(f"{place} has no `role`, for example 'user'. Its keys: {', '.join(message) or 'none'}.")
-    if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
-        raise DataError(f"{place} has no `content`. Its keys: {', '.join(message)}.")
-    return message
+    said = {str(key): value for key, value in message.items() if value is not None}  # Parquet gives every message every key
+    if not isinstance(said.get("role"), str) or not said["role"]:
+        raise DataError(f"{place} has no `role`, for example 'user'. Its keys: {', '.join(said) or 'none'}.")
+    if not isinstance(said.get("content"), str | list) and "tool_calls" not in said:
+        raise DataError(f"{place} has no `content`. Its keys: {', '.join(said)}.")
+    return said
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,1 @@
+"""Environments: `base` says what one is; every other module or folder here holds one."""

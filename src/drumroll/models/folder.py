@@ -78,7 +78,9 @@ def _weight_files(folder: Path) -> list[Path]:
         shards = sorted({str(shard) for shard in _json_object(index).get("weight_map", {}).values()})
         missing = [shard for shard in shards if not (folder / shard).exists()]
         if missing or not shards:
-            raise ModelError(f"'{folder}': {index.name} names weights that are not there: {', '.join(missing[:3]) or 'none at all'}. Download it again.")
+            raise ModelError(
+                f"'{folder}': {index.name} names weights that are not there: {', '.join(missing[:3]) or 'none at all'}. Download it again."
+            )
         return [folder / shard for shard in shards]
     if single.exists():
         return [single]
@@ -102,7 +104,9 @@ def _check_safetensors(path: Path) -> None:
             tensors = json.loads(file.read(header_size))
         end = 8 + header_size + max((entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"), default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"'{path}' is not a safetensors file: {error}. Was it only partly downloaded, or is it a Git LFS pointer?") from error
+        raise ModelError(
+            f"'{path}' is not a safetensors file: {error}. Was it only partly downloaded, or is it a Git LFS pointer?"
+        ) from error
     if size != end:
         raise ModelError(f"'{path}' is damaged: it has {size} bytes, and its header speaks of {end}. Download it again.")
 

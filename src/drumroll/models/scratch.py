@@ -91,7 +91,9 @@ def _architecture_config(cfg: ScratchConfig) -> Any:
         )
     kind = type(AutoConfig.for_model(cfg.architecture))
     # attribute_map holds other names of fields, for example GPT-2's `hidden_size` for `n_embd`.
-    known = sorted({*(field.name for field in dataclasses.fields(kind) if field.init), *kind.attribute_map} - {*FROM_TOKENIZER, "model_type"})
+    known = sorted(
+        {*(field.name for field in dataclasses.fields(kind) if field.init), *kind.attribute_map} - {*FROM_TOKENIZER, "model_type"}
+    )
     for name in cfg.config:
         if name in FROM_TOKENIZER:
             raise ConfigError(f"`model.scratch.config.{name}` follows from `model.scratch.characters`: remove it.")

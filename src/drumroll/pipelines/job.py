@@ -15,6 +15,7 @@ from drumroll.plan.mapping import make_plan
 from drumroll.plan.placement import Plan
 from drumroll.plan.pool import Pool, local_pool, parse_pool
 from drumroll.record.metrics import check_sinks
+from drumroll.registry import REGISTRY
 from drumroll.types import Task
 
 
@@ -63,15 +64,16 @@ def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
     """A role exists only when the algorithm needs it."""
     if not isinstance(cfg, RlConfig):
         return ("actor_train",)
-    needs = build_algorithm(cfg.algo, cfg.rollout.sampling.max_new_tokens).needs
+    needs = build_algorithm(cfg.algo).needs
     reference: tuple[Role, ...] = ("reference",) if "ref_logp" in needs else ()
     return ("actor_train", "actor_infer", *reference, "environment")
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
-    needed = _columns(cfg)
-    tasks = load_tasks(cfg.data.train, needed_fields=needed, split_label="train")
-    heldout = load_tasks(cfg.data.heldout, needed_fields=needed, split_label="heldout") if cfg.data.heldout else []
+    env = REGISTRY.lookup("env", cfg.env.kind).target
+    needs = {"needed_fields": _columns(cfg), "needs_prompt": bool(getattr(env, "needs_prompt", True))}
+    tasks = load_tasks(cfg.data.train, split_label="train", **needs)
+    heldout = load_tasks(cfg.data.heldout, split_label="heldout", **needs) if cfg.data.heldout else []
     if cfg.warmup:
         _check_demonstrations(cfg.warmup)
     return RlJob(cfg, TaskCursor(tasks, cfg.seed), heldout, roles_of(cfg))

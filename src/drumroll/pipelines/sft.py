@@ -32,12 +32,12 @@ def warm_up(cfg: SftConfig, fleet: Fleet, rec: Recorder) -> None:
     fleet.begin_sft(cfg)
     with rec.stage("warming up on demonstrations", total=cfg.steps), rec.phase("warmup"):
         imitate(0, cfg.steps, fleet, rec)
-    fleet.remember_warm_up()
+    fleet.remember("warm")
 
 
 def continue_warm_up(cfg: SftConfig, fleet: Fleet, rec: Recorder) -> None:
     """Go back to the warmed-up weights and spend on more of the same demonstrations what RL has spent."""
-    fleet.recall_warm_up()
+    fleet.recall("warm")
     steps = math.ceil(rec.compute.rl_tokens / max(1.0, rec.compute.sft_tokens_per_update))
     with rec.stage("comparing: the same compute as more supervised fine-tuning", total=steps), rec.phase("comparison"):
         imitate(cfg.steps, steps, fleet, rec)

@@ -11,7 +11,7 @@ from drumroll.record.folder import RunFolder
 def start(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
     """Run to the end; returns the run's folder. Nothing is started or written before every check has passed."""
     job = prepare(cfg)
-    folder = folder or RunFolder.create(cfg)
+    folder = folder or RunFolder.create(cfg.run_dir, cfg.name, cfg.model_dump(mode="json"))
     if isinstance(job, RlJob):
         rl.run(job, folder)
     else:

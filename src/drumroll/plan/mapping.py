@@ -115,8 +115,6 @@ def _place(role: Role, selection: Selection, tp: int, config: RunConfig, pool: P
         return tuple(Placement(role, rank, selection.hosts[node], (), "cpu") for rank, node in enumerate(nodes))
 
     devices = selection.devices
-    if len({device.kind for device in devices}) > 1:
-        raise PlanError(f"`devices.{role}`: mixes GPUs and CPU slots. Choose one kind, for example by `where: {{kind: gpu}}`.")
     if len(devices) % tp:
         fitting = len(devices) // tp * tp
         raise PlanError(

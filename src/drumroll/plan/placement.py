@@ -34,7 +34,8 @@ class Placement:
     an engine over two GPUs.
     """
 
-    role: Role
+    role: str
+    """A role of the plan, or a helper's name."""
     rank: int
     node: str
     """Id of its node; all its devices are there."""

@@ -18,16 +18,15 @@ from drumroll.plan.pool import Node, Pool
 
 def render(plan: Plan, pool: Pool) -> RenderableType:
     """Both tables under one line that says what the pool is."""
-    size = f" · {plan.num_parameters / 1e6:,.1f} M parameters" if plan.num_parameters is not None else ""
-    return Group(Text(f"Pool: {pool.describe()}{size}"), role_table(plan, pool), stage_table(plan))
+    size = f" · {plan.num_parameters / 1e6:,.2f} M parameters" if plan.num_parameters is not None else ""
+    return Group(f"Pool: {pool.describe()}{size}", "", role_table(plan, pool), "", stage_table(plan))
 
 
 def role_table(plan: Plan, pool: Pool) -> Table:
     """Where each role's ranks stand; neighbouring nodes with the same layout share a line."""
-    table = Table(title="Roles", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    longest = max(map(len, plan.roles))  # names are never cut, however narrow the terminal
+    table = Table(title="Roles", title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in ("role", "ranks", "node", "devices", "parallel", "memory each", "shared with"):
-        table.add_column(column, min_width=longest if column in ("role", "shared with") else None)
+        table.add_column(column, no_wrap=column in ("role", "shared with"))
     for role in plan.roles:
         for line, placements in enumerate(_alike(plan.workers(role), pool)):
             nodes = list(dict.fromkeys(placement.node for placement in placements))
@@ -41,12 +40,14 @@ def role_table(plan: Plan, pool: Pool) -> Table:
                 _memory(plan, role, pool.by_id[nodes[0]]),
                 _shared(plan, role) if line == 0 else "",
             )
+    if any(plan.relation(role, other) == "overlapping" for role in plan.roles for other in plan.conflicts(role)):
+        table.caption, table.caption_justify = "* on some of the devices", "left"
     return table
 
 
 def stage_table(plan: Plan) -> Table:
     """Who uses which device when; roles of one stage on one device take turns."""
-    table = Table(title="Stages", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    table = Table(title="Stages", title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("devices")
     for stage in plan.stages:
         table.add_column(stage)
@@ -57,8 +58,7 @@ def stage_table(plan: Plan) -> Table:
         table.add_row(ranges(indices), *(", ".join(names) if names else Text("idle", style="dim") for names in roles))
     at_host = [role for role in plan.roles if not plan.devices(role)]
     if at_host:
-        table.caption = f"On host processors: {', '.join(at_host)}"
-        table.caption_justify = "left"
+        table.caption, table.caption_justify = f"On host processors: {', '.join(at_host)}", "left"
     return table
 
 
@@ -110,6 +110,6 @@ def _memory(plan: Plan, role: Role, node: Node) -> str:
 
 
 def _shared(plan: Plan, role: Role) -> str:
-    """Who else lives on the role's devices, a line each; `(part)` where the two do not have all devices in common."""
-    others = [other + ("" if plan.relation(role, other) == "colocated" else " (part)") for other in plan.conflicts(role)]
+    """Who else lives on the role's devices, a line each; a star where the two do not have all devices in common."""
+    others = [other + ("" if plan.relation(role, other) == "colocated" else " *") for other in plan.conflicts(role)]
     return "\n".join(others) if others else "–"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from drumroll.record.files import aside, read_lines
 from drumroll.record.folder import RunFolder
-from drumroll.record.metrics import REWARD, SUCCESS
+from drumroll.record.metrics import HELDOUT_LOSS, REWARD, SFT_LOSS, SUCCESS
 
 INK, GREY, BLUE, GREEN, ORANGE = "#1f2933", "#9aa5b1", "#2f6fde", "#138a4b", "#d9730d"
 
@@ -22,58 +23,86 @@ Points = list[tuple[int, float]]
 
 
 def draw_curve(folder: RunFolder) -> Path:
-    """Draw curve.png into the run folder and return its path."""
+    """Draw curve.png into the run folder and return its path: success and reward of RL, or the loss where there was only SFT."""
     metrics, evaluations = read_lines(folder.metrics_file), read_lines(folder.eval_file)
     figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     reward, success = _series(metrics, REWARD), _series(metrics, SUCCESS)
-    if success:
-        _line(axes, success, BLUE, "training success, sampled")
-    if reward and reward != success:
-        _line(axes, reward, GREY, "training reward")
-    _draw_evaluations(axes, evaluations)
-    if all(0.0 <= value <= 1.0 for _, value in [*reward, *success]):
-        axes.set_ylim(-0.02, 1.05)
-    _dress(axes, str(folder.config().get("name", folder.root.name)), "success" if reward == success or not reward else "success, reward")
+    if reward or success:
+        _draw_rl(axes, reward, success)
+        _draw_evaluations(axes, evaluations)
+    else:
+        _draw_sft(axes, _series(metrics, SFT_LOSS), _series(evaluations, HELDOUT_LOSS))
+    _dress(axes, str(folder.config().get("name", folder.root.name)))
     with aside(folder.curve_file) as draft:
         figure.savefig(draft, format="png")
     return folder.curve_file
+
+
+def _draw_rl(axes: Axes, reward: Points, success: Points) -> None:
+    shown = {"success": success, "reward": [] if reward == success else reward}
+    for (name, points), color in zip(shown.items(), (BLUE, GREY), strict=True):
+        if points:
+            _line(axes, points, color, f"training {name}, sampled")
+    if all(0.0 <= value <= 1.0 for _, value in [*reward, *success]):
+        axes.set_ylim(-0.02, 1.05)
+    axes.set_xlabel("RL step")
+    axes.set_ylabel(", ".join(name for name, points in shown.items() if points))
+
+
+def _draw_sft(axes: Axes, loss: Points, heldout: Points) -> None:
+    if loss:
+        _line(axes, loss, BLUE, "training loss")
+    if heldout:
+        _dots(axes, heldout, "held-out loss")
+    axes.set_xlabel("update")
+    axes.set_ylabel("loss per token")
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[dict[str, Any]]) -> None:
     own = [record for record in evaluations if record.get("stage") != "comparison"]
     sampled, greedy = _series(own, "sampled"), _series(own, "greedy")
     if greedy:
-        hollow: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "white"}
-        axes.plot(*_xy(greedy), color=GREEN, linewidth=1.2, linestyle=":", label="held-out, greedy", **hollow)
+        _dots(axes, greedy, "held-out, greedy", is_greedy=True)
     if sampled:
-        axes.plot(*_xy(sampled), color=GREEN, marker="o", markersize=7, linewidth=1.8, label="held-out, sampled", zorder=4)
-        for place, (step, value) in {"left": sampled[0], "right": sampled[-1]}.items():
-            shift, side = ((8, "left") if place == "left" else (-8, "right")) if len(sampled) > 1 else (8, "left")
-            axes.annotate(
-                f"{value:.2f}", (step, value), xytext=(shift, -15), textcoords="offset points", ha=side, color=GREEN, fontweight="bold"
-            )
+        _dots(axes, sampled, "held-out, sampled")
+        for point in {sampled[0], sampled[-1]}:
+            _label(axes, point)
     comparison = _series([record for record in evaluations if record.get("stage") == "comparison"], "sampled")
     if comparison:
         value = comparison[-1][1]
         axes.axhline(value, color=ORANGE, linestyle="--", linewidth=1.5, label=f"held-out, same compute as more SFT ({value:.2f})")
 
 
+def _label(axes: Axes, point: tuple[int, float]) -> None:
+    """The value under its point, on a white ground so that it can be read over other lines."""
+    ground = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+    text = f"{point[1]:.2f}"
+    axes.annotate(text, point, (0, -19), textcoords="offset points", ha="center", color=GREEN, fontweight="bold", bbox=ground, zorder=5)
+
+
 def _line(axes: Axes, points: Points, color: str, label: str) -> None:
-    """Every step faintly, and a running mean over a twelfth of them on top."""
+    """Every step faintly, and the mean over about a twelfth of them around each on top."""
     steps, values = _xy(points)
-    window = max(1, len(values) // 12)
-    smooth = [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
-    if window > 1:
+    reach = len(values) // 24
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    if reach:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1.0)
-    axes.plot(steps, smooth, color=color, linewidth=2.0, label=label, marker="." if len(steps) == 1 else None)
+    axes.plot(steps, [fmean(w) for w in windows], color=color, linewidth=2.0, label=label, marker="." if len(steps) == 1 else None)
 
 
-def _dress(axes: Axes, title: str, quantity: str) -> None:
+def _dots(axes: Axes, points: Points, label: str, *, is_greedy: bool = False) -> None:
+    """Evaluations; a line joins them only where there are some in between, because nothing is known of the way otherwise."""
+    look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "white"} if is_greedy else {"marker": "o", "markersize": 7}
+    join = ("-", ":")[is_greedy] if len(points) > 2 else "none"
+    axes.plot(*_xy(points), color=GREEN, linewidth=1.5, linestyle=join, label=label, zorder=4, **look)
+
+
+def _dress(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold", color=INK)
-    axes.set_xlabel("RL step", color=INK)
-    axes.set_ylabel(quantity, color=INK)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -127,7 +127,7 @@ class LiveView:
         results = {"sampled": sampled, "greedy": greedy}
         figures = ", ".join(f"{name} {_number(value)}" for name, value in results.items() if value is not None)
         self._state.evaluation = f"{figures} at step {step}"
-        self._line(f"held-out success {self._state.evaluation}")
+        self._line(f"held-out {self._state.evaluation}")
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
@@ -136,19 +136,19 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end_stage()
+        self._end_stage("done in" if error is None else "stopped after")
         if self._live is not None:
             try:
                 self._live.stop()
             finally:
                 self._console.show_cursor(True)
 
-    def _end_stage(self) -> None:
+    def _end_stage(self, how: str = "done in") -> None:
         stage, self._state.stage = self._state.stage, None
         if stage is not None:
-            note = f"{stage.text} {time.monotonic() - stage.start:.1f} s"
+            note = f"{stage.text}: {how} {time.monotonic() - stage.start:.1f} s"
             self._state.finished.append(note)
-            self._line(f"{note}, done")
+            self._line(note)
 
     def _line(self, text: str) -> None:
         """One plain line where nothing can be redrawn."""
@@ -168,11 +168,12 @@ class LiveView:
         rows.add_column(style="bold", no_wrap=True)
         rows.add_column(ratio=1)
         for note in state.finished[-SHOWN_STAGES:] if not state.step else []:
-            rows.add_row("", Text(f"✓ {note}", style="dim"))
+            rows.add_row("", Text(note, style="dim"))
         if state.stage is not None:
             rows.add_row("stage", _bar(state.stage.done, state.stage.total, state.stage.counted()))
-        if state.step or state.stage is None:
-            rows.add_row("steps", _bar(state.step, self._total_steps, f"{state.step}/{self._total_steps}{self._remaining()}"))
+        if self._total_steps and (state.step or state.stage is None):
+            parts = [f"{state.step}/{self._total_steps}", state.phase, self._remaining()]
+            rows.add_row("steps", _bar(state.step, self._total_steps, "  ".join(part for part in parts if part)))
         if state.step:
             rows.add_row("reward", _curve(state.rewards, None, None, "cyan"))
             rows.add_row("success", _curve(state.successes, 0.0, 1.0, "green"))
@@ -186,10 +187,10 @@ class LiveView:
 
     def _remaining(self) -> str:
         state = self._state
-        if state.first_step_at is None or state.step < 2:
+        if state.first_step_at is None or not 2 <= state.step < self._total_steps:
             return ""
         per_step = (time.monotonic() - state.first_step_at) / (state.step - 1)
-        return f"  {_clock(per_step * (self._total_steps - state.step))} left"
+        return f"{_clock(per_step * (self._total_steps - state.step))} left"
 
     def _shares(self) -> Text:
         """Time by phase as a share of all; the phase that runs now is bright."""

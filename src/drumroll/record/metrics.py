@@ -19,10 +19,12 @@ from drumroll.errors import ConfigError
 from drumroll.record.files import JsonLines
 from drumroll.record.folder import RunFolder
 
-# Names that the live view and the learning curve look for.
+# Names that the live view and the learning curve look for; eval.jsonl has `sampled` and `greedy`, or `heldout_loss`.
 REWARD = "rollout/reward_mean"
 SUCCESS = "rollout/success_mean"
 TOKENS_PER_S = "rollout/tokens_per_s"
+SFT_LOSS = "sft/loss"
+HELDOUT_LOSS = "heldout_loss"
 
 EvalStage = Literal["before", "during", "after", "comparison"]
 """When an evaluation took place. comparison: of the model that spent the same compute on more SFT."""

@@ -32,7 +32,7 @@ class Summary:
     """`total`, and seconds by phase."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     before: Scores = field(default_factory=dict)
-    """On the held-out tasks, before RL."""
+    """On the held-out tasks, before training."""
     after: Scores = field(default_factory=dict)
     comparison: Scores = field(default_factory=dict)
     """On the held-out tasks, when RL's compute is spent on more SFT instead."""
@@ -74,11 +74,11 @@ def print_report(console: Console, folder: RunFolder, summary: Summary, transcri
     """The before/after table, sample transcripts, and where everything lies."""
     console.print()
     if summary.before or summary.after:
+        console.print(Text("On held-out tasks", style="bold"))
         console.print(score_table(summary))
     if transcripts:
-        console.print(Text("\nThe same held-out tasks before and after", style="bold"))
-        for transcript in transcripts:
-            console.print(_transcript_table(transcript))
+        console.print(Text("The same held-out tasks before and after", style="bold"))
+        console.print(transcript_table(transcripts))
     console.print(_cost_line(summary))
     console.print(Text.assemble(("run folder ", "bold"), str(folder.root)), soft_wrap=True)
     if folder.curve_file.exists():
@@ -88,12 +88,12 @@ def print_report(console: Console, folder: RunFolder, summary: Summary, transcri
 def score_table(summary: Summary) -> Table:
     """Before, after, and what the same compute gave as more SFT, where that was tried."""
     names = list(summary.after or summary.before)
-    table = Table(title="Success on held-out tasks", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
-    table.add_row("before RL", *(_score(summary.before, name) for name in names))
-    table.add_row("after RL", *(_score(summary.after, name, summary.before) for name in names), style="bold")
+    table.add_row("before", *(_score(summary.before, name) for name in names))
+    table.add_row("after", *(_score(summary.after, name, summary.before) for name in names), style="bold")
     if summary.comparison:
         table.add_row("same compute as more SFT", *(_score(summary.comparison, name, summary.before) for name in names))
     return table
@@ -104,19 +104,23 @@ def _score(scores: Scores, name: str, base: Scores | None = None) -> Text:
         return Text("-", style="dim")
     text = Text(f"{scores[name]:.3f}")
     if base is not None and name in base:
-        gain = scores[name] - base[name]
-        text.append(f" ({gain:+.3f})", style="green" if gain > 0 else "red" if gain < 0 else "dim")
+        change = scores[name] - base[name]
+        gain = -change if name.endswith("loss") else change
+        text.append(f" ({change:+.3f})", style="green" if gain > 0 else "red" if gain < 0 else "dim")
     return text
 
 
-def _transcript_table(transcript: Transcript) -> Table:
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+def transcript_table(transcripts: Sequence[Transcript]) -> Table:
+    """Task, reply before, reply after, each with its reward."""
+    table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
-    table.add_row("task", Text(printable(_opening(transcript.after)), style="cyan"), "")
-    for label, trajectory in (("before", transcript.before), ("after", transcript.after)):
-        table.add_row(label, Text(printable(_rest(trajectory)), style="green"), Text.assemble("reward ", reward_text(trajectory.reward)))
+    for transcript in transcripts:
+        table.add_row("task", Text(printable(_opening(transcript.after)), style="cyan"))
+        table.add_row("before", Text(printable(_rest(transcript.before))), Text.assemble("reward ", reward_text(transcript.before.reward)))
+        table.add_row("after", Text(printable(_rest(transcript.after))), Text.assemble("reward ", reward_text(transcript.after.reward)))
+        table.add_section()
     return table
 
 
@@ -135,9 +139,10 @@ def _rest(trajectory: Trajectory) -> str:
 
 
 def _cost_line(summary: Summary) -> Text:
+    steps = [f"{summary.steps} steps"] if summary.steps else []
     tokens = [f"{number:,} {name} tokens" for name, number in summary.tokens.items()]
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items() if name != "total")
-    return Text(", ".join([f"{summary.steps} steps", *tokens, f"{summary.seconds['total']:.1f} s"]) + (f" ({phases})" if phases else ""))
+    return Text(", ".join([*steps, *tokens, f"{summary.seconds['total']:.1f} s"]) + (f" ({phases})" if phases else ""))
 
 
 def _first_attempts(reader: Reader, step: int) -> dict[str, SampleRow]:

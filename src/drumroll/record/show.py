@@ -72,7 +72,7 @@ def trajectory_view(row: SampleRow, trajectory: Trajectory) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("phase", f"{row.phase}, step {row.step}")
+    facts.add_row("phase", Text(printable(f"{row.phase}, step {row.step}")))
     facts.add_row("task", Text(printable(f"{trajectory.task.id} ({trajectory.task.domain})")))
     facts.add_row("reward", Text.assemble(reward_text(trajectory.reward), _listed(trajectory.reward_parts, "   ")))
     facts.add_row("success", success_text(trajectory.success))

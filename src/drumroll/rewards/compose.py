@@ -14,7 +14,7 @@ import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -91,7 +91,9 @@ class RewardSet:
                 value = await _call(part, trajectory)
         except Exception as error:
             if deadline.expired():
-                raise RewardError(f"reward '{part.name}' on task '{trajectory.task.id}' took longer than {self._deadline_s:g} s.") from error
+                raise RewardError(
+                    f"reward '{part.name}' on task '{trajectory.task.id}' took longer than {self._deadline_s:g} s."
+                ) from error
             raise RewardError(
                 f"reward '{part.name}' failed on task '{trajectory.task.id}': {type(error).__name__}: {error}{_place(error)}"
             ) from error
@@ -101,22 +103,13 @@ class RewardSet:
         return {name: _number(item, name, trajectory) for name, item in named.items()}
 
 
-def needed_fields(configs: Sequence[RewardConfig]) -> tuple[str, ...]:
-    """Dataset columns that the rewards will read: by convention the values of options called `field` or `<something>_field`."""
-    named = (
-        value for config in configs for option, value in _options(config).items() if option == "field" or option.endswith("_field")
-    )
-    return tuple(dict.fromkeys(value for value in named if isinstance(value, str)))
-
-
 def _options(config: RewardConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in type(config).model_fields if name not in RewardConfig.model_fields}
 
 
 def _build(entry: Entry, config: RewardConfig) -> Callable[[Trajectory], Any]:
-    if inspect.isclass(entry.target):
-        return entry.target(config)  # type: ignore[no-any-return]
-    return bind(entry, _options(config))
+    is_class = inspect.isclass(entry.target)
+    return cast(Callable[[Trajectory], Any], entry.target(config)) if is_class else bind(entry, _options(config))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

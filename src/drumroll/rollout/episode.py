@@ -144,7 +144,7 @@ async def _converse(lease: Lease, env: Env, engine: Engine, renderer: Renderer, 
         if step.done:
             return "length" if chunk.finish == "length" else "stop" if limits.max_turns == 1 else "done"
         if turn + 1 < limits.max_turns:
-            ids, text = renderer.next(step.prompt, step.messages, ended=chunk.finish == "stop")
+            ids, text = renderer.next(step.prompt, step.messages, draft.token_ids[-1])
             draft.observe(ids, text)
     return "turns"
 

@@ -46,7 +46,9 @@ def _after_reply(tokenizer: Tokenizer, messages: Sequence[Message], add_generati
     exchange: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
     _, found, after = _render(tokenizer, [*exchange, *messages], add_generation_prompt).rpartition(REPLY)
     if not found:
-        raise ModelError(f"the chat template in '{tokenizer.folder}' does not show an assistant's earlier replies: no further turn can follow one.")
+        raise ModelError(
+            f"the chat template in '{tokenizer.folder}' does not show an assistant's earlier replies: no further turn can follow one."
+        )
     return after
 
 

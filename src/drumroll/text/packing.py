@@ -63,28 +63,25 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
     """The trajectories at these indices, in this order; also none."""
     if list(indices) == list(range(batch.num_trajectories)):
         return batch
-    index_N = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
-    index_T = token_indices(batch, indices)
-
-    def tokens(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[index_T]
-
+    chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
+    tokens = token_indices(batch, indices)
+    per_token = {name: getattr(batch, name) for name in _PER_TOKEN}
     return batch.with_fields(
         sample_ids=tuple(batch.sample_ids[index] for index in indices),
-        offsets=pad(batch.offsets.diff()[index_N].cumsum(0), (1, 0)),
-        **{name: tokens(getattr(batch, name)) for name in _PER_TOKEN},
-        **{name: getattr(batch, name)[index_N] for name in _PER_TRAJECTORY},
+        offsets=pad(batch.offsets.diff()[chosen].cumsum(0), (1, 0)),
+        **{name: None if value is None else value[tokens] for name, value in per_token.items()},
+        **{name: getattr(batch, name)[chosen] for name in _PER_TRAJECTORY},
     )
 
 
 def token_indices(batch: Batch, indices: Sequence[int]) -> Tensor:
     """Where the tokens of `select(batch, indices)` lie in the batch, [t]."""
-    index_N = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
-    lengths_N = batch.offsets.diff()[index_N]
-    starts_N = lengths_N.cumsum(0) - lengths_N
+    chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
+    lengths = batch.offsets.diff()[chosen]
+    starts = lengths.cumsum(0) - lengths
     # Token i of the selection lies at (start in the batch) + (i - start in the selection).
-    index_T = (batch.offsets[index_N] - starts_N).repeat_interleave(lengths_N)
-    return index_T + torch.arange(len(index_T), device=index_T.device)
+    shift = (batch.offsets[chosen] - starts).repeat_interleave(lengths)
+    return shift + torch.arange(len(shift), device=shift.device)
 
 
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
@@ -131,9 +128,7 @@ _PER_TOKEN = (
 _PER_TRAJECTORY = ("rewards", "group_index", "temperature", "top_p", "top_k")
 
 
-def _assemble(
-    sample_ids: Sequence[str], token_ids: Sequence[np.ndarray], loss_mask: Sequence[np.ndarray], **fields: Tensor
-) -> Batch:
+def _assemble(sample_ids: Sequence[str], token_ids: Sequence[np.ndarray], loss_mask: Sequence[np.ndarray], **fields: Tensor) -> Batch:
     lengths = [len(ids) for ids in token_ids]
     offsets = torch.tensor([0, *np.cumsum(lengths, dtype=np.int64)], dtype=torch.int64)
     position_ids = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())

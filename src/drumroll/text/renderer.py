@@ -19,16 +19,16 @@ class Renderer:
         """Tokens and text that open an episode."""
         if messages is not None:
             ids = messages_to_ids(self.tokenizer, messages)
-            return ids, self.tokenizer.decode(ids, keep_special=True)
+            return ids, self.tokenizer.decode(ids)
         if prompt is None:
             raise ValueError("the environment's first step has neither `prompt` nor `messages`")
         return self.tokenizer.encode_prompt(prompt), prompt
 
-    def next(self, prompt: str | None, messages: Sequence[Message] | None, *, ended: bool) -> tuple[list[int], str]:
-        """Tokens and text that follow a reply. `ended`: the reply closed itself with its end token."""
+    def next(self, prompt: str | None, messages: Sequence[Message] | None, last_token: int) -> tuple[list[int], str]:
+        """Tokens and text that follow a reply, whose last token says whether it closed itself."""
         if messages is not None:
-            ids = continuation_ids(self.tokenizer, messages, ended=ended)
-            return ids, self.tokenizer.decode(ids, keep_special=True)
+            ids = continuation_ids(self.tokenizer, messages, last_token)
+            return ids, self.tokenizer.decode(ids)
         if prompt is None:
             raise ValueError("the environment is not done, but its step has neither `prompt` nor `messages`")
         return self.tokenizer.encode(prompt), prompt

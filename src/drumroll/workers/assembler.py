@@ -13,54 +13,80 @@ from torch import Tensor
 
 from drumroll.algo.algorithm import build_algorithm
 from drumroll.config.models import AlgoConfig
-from drumroll.text.packing import pack, select, split_balanced
+from drumroll.text.packing import pack, select, split_balanced, token_indices
+from drumroll.workers.demonstrations import Demonstrations
 from drumroll.types import Batch, RankInfo, Trajectory, sample_seed
 
 
 class Assembler:
-    """Holds one step's batch between packing and training."""
+    """Holds one step's batch between packing and training, and deals demonstrations to supervised fine-tuning."""
 
-    def __init__(self, rank: RankInfo, *, algo: dict[str, Any], num_shards: int, constant_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        rank: RankInfo,
+        *,
+        num_shards: int,
+        seed: int,
+        algo: dict[str, Any] | None = None,
+        constant_length: int | None = None,
+        demonstrations: dict[str, Any] | None = None,
+    ) -> None:
+        """`num_shards` is the number of trainer ranks; `algo` is there for RL, `demonstrations` for supervised fine-tuning."""
         torch.set_num_threads(1)
-        self._config = AlgoConfig.model_validate(algo)
-        self._algorithm = build_algorithm(self._config, constant_length)
         self._num_shards = num_shards
         self._seed = seed
+        self._config = AlgoConfig.model_validate(algo or {})
+        self._algorithm = build_algorithm(self._config)
+        self._constant_length = constant_length
+        self._demonstrations = Demonstrations(**demonstrations, seed=seed) if demonstrations else None
         self._batch: Batch | None = None
-        self._shards: list[list[int]] = []
 
-    def pack(self, accepted: Collection[str], *blocks: Sequence[Trajectory]) -> list[Batch]:
-        """One shard per trainer rank, to be scored. Only accepted samples with a verdict enter."""
+    def pack(self, accepted: Collection[str], *blocks: Sequence[Trajectory]) -> None:
+        """Begin a step. Only accepted samples with a verdict enter."""
         wanted = set(accepted)
-        trajectories = [t for block in blocks for t in block if t.sample_id in wanted and t.trainable]
-        self._batch = pack(trajectories)
-        self._shards = split_balanced(self._batch.lengths, self._num_shards)
-        return [select(self._batch, indices) for indices in self._shards]
+        self._batch = pack([t for block in blocks for t in block if t.sample_id in wanted and t.trainable])
+
+    def shards(self, count: int) -> list[Batch]:
+        """The step's batch in parts of about the same number of tokens, to be scored."""
+        batch = self._packed()
+        return [select(batch, indices) for indices in split_balanced(batch.lengths, count)]
 
     def finish(self, step: int, ref_logp: Sequence[Tensor] | None, old_logp: Sequence[Tensor] | None) -> tuple[Any, ...]:
         """Advantages over the whole batch, then each rank's shard of every update. First comes what to report."""
-        assert self._batch is not None, "pack comes before finish"
-        batch = self._batch
+        batch = self._packed()
         if ref_logp is not None:
             batch = batch.with_fields(ref_logp=self._whole(ref_logp))
         if old_logp is not None:
             batch = batch.with_fields(old_logp=self._whole(old_logp))
         batch = batch.with_fields(advantages=self._algorithm.advantage(batch))
-        self._batch = None
         updates = self._updates(batch, step)
+        self._batch = None
         return self._report(batch), *([update[rank] for update in updates] for rank in range(self._num_shards))
 
+    def imitation(self, first: int, count: int) -> list[list[Batch]]:
+        """Each rank's shard of `count` updates on demonstrations."""
+        assert self._demonstrations is not None, "the assembler was started without demonstrations"
+        return self._dealt([self._demonstrations.update(first + offset) for offset in range(count)])
+
+    def heldout(self) -> list[Batch]:
+        """Each rank's shard of the held-out demonstrations; empty batches when there are none."""
+        assert self._demonstrations is not None, "the assembler was started without demonstrations"
+        return [shard for (shard,) in self._dealt([self._demonstrations.heldout()])]
+
+    def _dealt(self, updates: Sequence[Batch]) -> list[list[Batch]]:
+        dealt = [[select(update, indices) for indices in split_balanced(update.lengths, self._num_shards)] for update in updates]
+        return [[shards[rank] for shards in dealt] for rank in range(self._num_shards)]
+
+    def _packed(self) -> Batch:
+        assert self._batch is not None, "pack begins a step"
+        return self._batch
+
     def _whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """Per-token values of the shards, back in the order of the whole batch."""
-        assert self._batch is not None
-        whole = torch.zeros(self._batch.num_tokens)
-        bounds = self._batch.offsets.tolist()
-        for indices, part in zip(self._shards, parts, strict=True):
-            at = 0
-            for n in indices:
-                length = bounds[n + 1] - bounds[n]
-                whole[bounds[n] : bounds[n + 1]] = part[at : at + length]
-                at += length
+        """Per-token values of `shards`, back in the order of the whole batch."""
+        batch = self._packed()
+        whole = torch.zeros(batch.num_tokens)
+        for indices, part in zip(split_balanced(batch.lengths, len(parts)), parts, strict=True):
+            whole[token_indices(batch, indices)] = part
         return whole
 
     def _updates(self, batch: Batch, step: int) -> list[list[Batch]]:
@@ -73,7 +99,7 @@ class Assembler:
                 order.sort()
             for part in range(self._config.updates_per_step):
                 update = select(batch, order[part :: self._config.updates_per_step])
-                update = update.with_fields(weight=self._algorithm.weights(update))
+                update = update.with_fields(weight=self._algorithm.weights(update, self._constant_length))
                 updates.append([select(update, indices) for indices in split_balanced(update.lengths, self._num_shards)])
         return updates
 

@@ -8,24 +8,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from drumroll.backends.infer.base import Checksums, InferBackend
-from drumroll.cluster.transport import WeightReceiver
+from drumroll.backends.infer.base import InferBackend
+from drumroll.cluster.transport import ReceivesWeights
 from drumroll.config.models import EngineConfig
 from drumroll.registry import REGISTRY
-from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo, Version
+from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo
 
 
-class EngineWorker:
+class EngineWorker(ReceivesWeights):
     """Routes requests of several clients to one backend and its chunks back to whoever asked."""
 
     def __init__(self, rank: RankInfo, *, engine: dict[str, Any], model_folder: str, dtype: str) -> None:
         entry = REGISTRY.lookup("infer_backend", engine["kind"])
         config = entry.schema(EngineConfig).model_validate(engine)
-        self._backend: InferBackend = entry.target(config, Path(model_folder), dtype)
-        self._backend.setup(rank)
-        self._receiver = WeightReceiver(rank)
+        self.rank = rank
+        self.backend: InferBackend = entry.target(config, Path(model_folder), dtype)
+        self.backend.setup(rank)
         self._owner: dict[str, tuple[str, str]] = {}
         """Backend's request id → (client, the client's own id)."""
         self._inbox: dict[str, list[Chunk]] = defaultdict(list)
@@ -35,7 +35,7 @@ class EngineWorker:
     async def submit(self, client: str, requests: Sequence[GenRequest]) -> None:
         renamed = [replace(request, id=uuid.uuid4().hex) for request in requests]
         self._owner.update({new.id: (client, old.id) for new, old in zip(renamed, requests, strict=True)})
-        self._backend.submit(renamed)
+        self.backend.submit(renamed)
         if self._pump is None:
             self._pump = asyncio.create_task(self._route())
 
@@ -53,13 +53,13 @@ class EngineWorker:
 
     async def abort(self, client: str, ids: Sequence[str]) -> None:
         wanted = {(client, request_id) for request_id in ids}
-        self._backend.abort([own for own, owner in self._owner.items() if owner in wanted])
+        self.backend.abort([own for own, owner in self._owner.items() if owner in wanted])
 
     async def _route(self) -> None:
         """Pass chunks on for as long as the engine lives. A failure wakes every client, whose poll then raises it."""
         try:
             while True:
-                for chunk in await self._backend.poll(1.0):
+                for chunk in await self.backend.poll(1.0):
                     client, own_id = self._owner[chunk.id]
                     if chunk.finish is not None:
                         del self._owner[chunk.id]
@@ -69,26 +69,22 @@ class EngineWorker:
             for event in self._news.values():
                 event.set()
 
-    async def update(self, version: Version, source: Any, cache: Literal["keep", "recompute"] = "keep") -> Checksums:
-        """Take weights from where the trainers put them."""
-        return await self._backend.update(version, self._receiver.buckets(source), cache)
-
     async def pause(self) -> None:
-        await self._backend.pause()
+        await self.backend.pause()
 
     async def resume(self) -> None:
-        await self._backend.resume()
+        await self.backend.resume()
 
     async def sleep(self) -> None:
-        await self._backend.sleep()
+        await self.backend.sleep()
 
     async def wake(self) -> None:
-        await self._backend.wake()
+        await self.backend.wake()
 
     async def load(self) -> EngineLoad:
-        return self._backend.load()
+        return self.backend.load()
 
     async def close(self) -> None:
         if self._pump is not None:
             self._pump.cancel()
-        await self._backend.close()
+        await self.backend.close()

@@ -35,18 +35,23 @@ class EnvironmentWorker:
         rewards: Sequence[dict[str, Any]],
         max_turns: int,
         max_tokens: int,
-        engines: Sequence[Handle],
+        trust_remote_code: bool = False,
     ) -> None:
         entry = REGISTRY.lookup("env", env["kind"])
         self._env_class: type[Env] = entry.target  # type: ignore[assignment]
         self._env_config = entry.schema(EnvConfig).model_validate(env)
         self._rewards = RewardSet([REGISTRY.lookup("reward", r["kind"]).schema(RewardConfig).model_validate(r) for r in rewards])
-        self._renderer = Renderer(Tokenizer(Path(model_folder)))
+        self._renderer = Renderer(Tokenizer(Path(model_folder), trust_remote_code=trust_remote_code))
         self._limits = Limits(max_turns, max_tokens)
-        self._engines = [EngineClient(handle.call, client_id=f"environment-{rank.rank}") for handle in engines]
+        self._client_id = f"environment-{rank.rank}"
+        self._engines: list[EngineClient] = []
         self._running: set[asyncio.Task[None]] = set()
         self._results: list[Trajectory] = []
         self._news = asyncio.Event()
+
+    async def connect(self, engines: Sequence[Handle]) -> None:
+        """Say where replies come from; comes before the first lease."""
+        self._engines = [EngineClient(handle.call, self._client_id) for handle in engines]
 
     async def lease(self, leases: Sequence[Lease]) -> None:
         """Start an episode for each; returns at once."""
@@ -72,10 +77,8 @@ class EnvironmentWorker:
         try:
             env = self._env_class(self._env_config)
         except Exception as error:  # an environment's constructor is the user's code
-            self._results.append(unfinished(lease, f"{type(error).__name__}: {error} (while building env {self._env_class.__name__})"))
+            result = unfinished(lease, f"{type(error).__name__}: {error} (while building env {self._env_class.__name__})")
         else:
-            engine = self._engines[lease.engine]
-            self._results.append(await run_episode(lease, env, engine, self._renderer, self._rewards, self._limits))
+            result = await run_episode(lease, env, self._engines[lease.engine], self._renderer, self._rewards, self._limits)
+        self._results.append(result)
         self._news.set()
-
-

@@ -12,13 +12,13 @@ from torch import Tensor
 from drumroll.algo.algorithm import build_algorithm
 from drumroll.algo.loss import cross_entropy
 from drumroll.backends.train.base import Metrics, TrainBackend
-from drumroll.cluster.transport import WeightSender
+from drumroll.cluster.transport import SendsWeights
 from drumroll.config.models import AlgoConfig, TrainerConfig
 from drumroll.registry import REGISTRY
 from drumroll.types import Batch, RankInfo
 
 
-class TrainWorker:
+class TrainWorker(SendsWeights):
     """Every method is called on all ranks at once."""
 
     def __init__(
@@ -31,45 +31,44 @@ class TrainWorker:
         total_updates: int,
         seed: int,
         algo: dict[str, Any] | None = None,
-        constant_length: int | None = None,
     ) -> None:
         entry = REGISTRY.lookup("train_backend", trainer["kind"])
         config = entry.schema(TrainerConfig).model_validate(trainer)
-        self._backend: TrainBackend = entry.target(config, Path(model_folder), dtype, total_updates, seed)
-        self._backend.setup(rank)
-        self._loss = build_algorithm(AlgoConfig.model_validate(algo), constant_length).loss if algo is not None else cross_entropy
-        self._sender = WeightSender(rank)
+        self.rank = rank
+        self.backend: TrainBackend = entry.target(config, Path(model_folder), dtype, total_updates, seed)
+        self.backend.setup(rank)
+        self._loss = build_algorithm(AlgoConfig.model_validate(algo)).loss if algo is not None else cross_entropy
 
     def logprobs(self, batch: Batch) -> Tensor:
-        return self._backend.logprobs(batch)
+        return self.backend.logprobs(batch)
 
     def train(self, updates: Sequence[Batch]) -> list[Metrics]:
         """One update for each batch, by the algorithm's loss."""
-        return self._backend.train(updates, self._loss)
+        return self.backend.train(updates, self._loss)
 
     def imitate(self, updates: Sequence[Batch]) -> list[Metrics]:
         """One update for each batch of demonstrations, by cross-entropy."""
-        return self._backend.train(updates, cross_entropy)
+        return self.backend.train(updates, cross_entropy)
 
     def cross_entropy(self, batch: Batch) -> tuple[float, int]:
         """Sum of the negative log-probabilities of the masked tokens, and how many there are."""
         with torch.no_grad():
-            return float(-self._backend.logprobs(batch)[batch.loss_mask].sum()), int(batch.loss_mask.sum())
+            return float(-self.backend.logprobs(batch)[batch.loss_mask].sum()), int(batch.loss_mask.sum())
 
     def set_schedule(self, lr: float, total_updates: int) -> None:
-        self._backend.set_schedule(lr, total_updates)
+        self.backend.set_schedule(lr, total_updates)
 
     def remember(self, name: str) -> None:
-        self._backend.remember(name)
+        self.backend.remember(name)
 
     def recall(self, name: str) -> None:
-        self._backend.recall(name)
+        self.backend.recall(name)
 
     def export(self, folder: str) -> None:
-        self._backend.export(Path(folder))
+        self.backend.export(Path(folder))
 
     def to(self, where: Literal["device", "host"]) -> None:
-        self._backend.to(where)
+        self.backend.to(where)
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()

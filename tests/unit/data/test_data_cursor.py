@@ -22,6 +22,7 @@ def ids(taken):
 @given(st.integers(1, 30), st.integers(0, 5))
 def test_every_epoch_holds_every_task_once_in_another_order(count, seed):
     cursor = TaskCursor(tasks(count), seed)
+    assert len(cursor) == count
     epochs = [ids(cursor.take(count)) for _ in range(4)]
     assert all(sorted(epoch) == sorted(ids(tasks(count))) for epoch in epochs)
     if count > 10:
@@ -34,7 +35,7 @@ def test_no_task_twice_in_one_take_that_all_tasks_can_fill(count, sizes):
     for size in sizes:
         taken = ids(cursor.take(size))
         assert len(taken) == size
-        assert len(set(taken)) == min(size, count)
+        assert len(set(taken)) == size or size > count
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 25), max_size=8), st.lists(st.integers(1, 25), min_size=1, max_size=8))
@@ -51,7 +52,7 @@ def test_a_restored_cursor_goes_on_exactly(count, before, after):
 
 
 def test_the_order_is_the_same_on_every_machine():
-    assert ids(TaskCursor(tasks(6), seed=0).take(6)) == ["train-EXPECTED"]
+    assert [task.prompt for task in TaskCursor(tasks(6), seed=0).take(8)] == ["2", "1", "4", "0", "5", "3", "3", "1"]
 
 
 def test_other_seeds_and_other_tasks_are_noticed():

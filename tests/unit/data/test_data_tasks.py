@@ -135,7 +135,11 @@ def test_values_that_json_cannot_hold_are_converted(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"promt": "a", "answer": "b"}], {}, r"t.jsonl', line 1: there is no column 'prompt'. Did you mean 'promt'\? Columns: promt, answer"),
+        (
+            [{"promt": "a", "answer": "b"}],
+            {},
+            r"line 1: there is no column 'prompt'. Did you mean 'promt'\? Columns: promt, answer. Name the right one by `prompt_field`",
+        ),
         ([{"prompt": "a"}, {"prompt": None}], {}, r"line 2: column 'prompt' holds None"),
         ([{"prompt": 3}], {}, r"column 'prompt' holds 3; a prompt is text or a list"),
         ([{"prompt": []}], {}, r"column 'prompt' holds \[\]"),

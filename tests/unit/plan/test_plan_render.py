@@ -28,11 +28,11 @@ def test_a_large_cluster_prints_in_a_few_lines() -> None:
     pool = parse_pool("4x8x80GiB:H100,2x4x48GiB:L40S")
     config = rl_config(parallel={"actor_infer": {"tp": 2}}, rollout={"num_env_workers": 6})
     lines = printed(make_plan(config, pool, RL_ROLES, num_parameters=7_615_616_512), pool)
-    assert lines[0] == ["Pool: 4 nodes × 8 GPUs of 80 GiB (H100), 2 nodes × 4 GPUs of 48 GiB (L40S) · 7,615.6 M parameters"]
+    assert lines[0] == ["Pool: 4 nodes × 8 GPUs of 80 GiB (H100), 2 nodes × 4 GPUs of 48 GiB (L40S) · 7,615.62 M parameters"]
     large, small = "node0 … node3 (4) H100", "node4 … node5 (2) L40S"
     for row in (
-        ["actor_train", "0-31", large, "0-31 (gpu)", "dp 32", "≥ 3.5 GiB of 80 GiB", "actor_infer (part)"],
-        ["actor_infer", "0-15", large, "0-31 (gpu)", "dp 20 × tp 2", "≥ 7.1 GiB of 80 GiB", "actor_train (part)"],
+        ["actor_train", "0-31", large, "0-31 (gpu)", "dp 32", "≥ 3.5 GiB of 80 GiB", "actor_infer *"],
+        ["actor_infer", "0-15", large, "0-31 (gpu)", "dp 20 × tp 2", "≥ 7.1 GiB of 80 GiB", "actor_train *"],
         ["16-19", small, "32-39 (gpu)", "≥ 7.1 GiB of 48 GiB"],
         ["environment", "0-5", "node0 … node5 (6)", "host", "6 workers", "–", "–"],
         ["0-31", "actor_infer", "actor_train", "actor_train"],

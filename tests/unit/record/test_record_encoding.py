@@ -12,10 +12,10 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from record_samples import make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from record_samples import make_trajectory
 
 from drumroll.errors import RunFolderError
 from drumroll.record.encoding import decode_trajectory, encode_trajectory, to_json
@@ -48,7 +48,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             domain=draw(TEXT),
             data=draw(st.dictionaries(TEXT, DATA, max_size=3)),
         ),
-        turns=tuple(draw(st.lists(st.builds(Turn, st.sampled_from(["environment", "policy"]), st.integers(0, 9), st.integers(0, 9), TEXT), max_size=3))),
+        turns=tuple(
+            draw(
+                st.lists(
+                    st.builds(Turn, st.sampled_from(["environment", "policy"]), st.integers(0, 9), st.integers(0, 9), TEXT), max_size=3
+                )
+            )
+        ),
         token_ids=array(np.int32),
         loss_mask=array(np.bool_),
         logp=array(np.float32),
@@ -92,7 +98,7 @@ def test_arrays_in_a_task_keep_dtype_and_shape(array: np.ndarray) -> None:
 
 
 def test_odd_values_never_stop_the_recorder() -> None:
-    class Color(str, Enum):
+    class Color(str, Enum):  # noqa: UP042 - its `str` is not its value
         RED = "red"
 
     class Picture:
@@ -120,7 +126,7 @@ def test_odd_values_never_stop_the_recorder() -> None:
 
 def test_a_future_format_is_refused() -> None:
     payload = msgpack.unpackb(encode_trajectory(make_trajectory()), strict_map_key=False)
-    with pytest.raises(RunFolderError, match="format 99.*upgrade drumroll"):
+    with pytest.raises(RunFolderError, match=r"format 99.*upgrade drumroll"):
         decode_trajectory(msgpack.packb({**payload, "format": 99}))
 
 

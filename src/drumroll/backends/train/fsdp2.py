@@ -65,7 +65,7 @@ class Fsdp2(TrainBackend):
         """Options of `fsdp2`."""
 
         reshard_after_forward: bool = True
-        """Free each layer's gathered weights after its forward pass and gather them again for the backward pass; false costs memory instead."""
+        """Free each layer's gathered weights after its forward pass and gather them again in the backward pass; false keeps them."""
         reduce_every_pass: bool = True
         """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then."""
         timeout_s: PositiveFloat = 600.0
@@ -315,8 +315,7 @@ class Fsdp2(TrainBackend):
         """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        half = self.dtype != "float32"
-        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32)
         mesh = self._group.mesh()
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
@@ -344,18 +343,18 @@ class Fsdp2(TrainBackend):
 def _chosen(logits: Tensor, targets: Tensor, settings: Sequence[Tensor], truncates: bool) -> tuple[Tensor, Tensor]:
     """[R] log-probability of each row's target and [R] entropy of each row, in float32, a bounded number of logits at a time."""
 
-    def chosen(logits: Tensor, targets: Tensor, *settings: Tensor) -> tuple[Tensor, Tensor]:
-        logp = processed_logp(logits, *settings, keep=targets, truncates=truncates)
+    def chosen(logits: Tensor, targets: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+        logp = processed_logp(logits, temperature, top_p, top_k, keep=targets, truncates=truncates)
         with torch.no_grad():
             entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 × -inf is not 0
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 
+    rows = (logits, targets, *settings)
     size = max(1, _LOGITS_PER_CHUNK // logits.shape[-1])
     if len(logits) <= size:
-        return chosen(logits, targets, *settings)
-    chunks = zip(*(value.split(size) for value in (logits, targets, *settings)), strict=True)
-    results = [checkpoint(chosen, *chunk, use_reentrant=False) for chunk in chunks]
-    logp, entropy = zip(*results, strict=True)
+        return chosen(*rows)
+    chunks = zip(*(torch.split(value, size) for value in rows), strict=True)
+    logp, entropy = zip(*(checkpoint(chosen, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
     return torch.cat(logp), torch.cat(entropy)
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumroll.types import RankInfo
@@ -28,7 +29,7 @@ class RankGroup:
         self._joined = (connected or rank.world > 1) and not (rank.world == 1 and dist.is_initialized())
         if self._joined:
             timeout = timedelta(seconds=timeout_s)
-            store = dist.HashStore() if rank.world == 1 else _meet(rank, timeout)
+            store = HashStore() if rank.world == 1 else _meet(rank, timeout)
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout)
 
@@ -52,26 +53,25 @@ class RankGroup:
             self._joined = False
 
 
-def _meet(rank: RankInfo, timeout: timedelta) -> dist.Store:
+def _meet(rank: RankInfo, timeout: timedelta) -> Store:
     """The ranks' shared store at `rank.rendezvous`, and collectives on the interface that leads there.
 
     Rank 0 listens on the rendezvous address alone: torch by itself would listen on every interface of the machine.
     """
-    host, _, port = rank.rendezvous.rpartition(":")
-    assert host and port.isdigit(), f"{rank.world} ranks need a rendezvous 'host:port', got '{rank.rendezvous}'"
-    listener = None
-    if rank.rank == 0:
-        listener = socket.create_server((host, int(port)), backlog=rank.world)
-    store = dist.TCPStore(
+    host, _, port_text = rank.rendezvous.rpartition(":")
+    assert port_text.isdigit(), f"{rank.world} ranks need a rendezvous 'host:port', got '{rank.rendezvous}'"
+    port = int(port_text)
+    listener = socket.create_server((host, port), backlog=rank.world) if rank.rank == 0 else None
+    store = TCPStore(
         host,
-        int(port),
+        port,
         rank.world,
         is_master=rank.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,
     )
-    interface = _interface_towards(host, int(port))
+    interface = _interface_towards(host, port)
     if interface is not None:
         # The only way to tell either library; what the user has set wins.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

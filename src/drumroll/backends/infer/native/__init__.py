@@ -75,6 +75,7 @@ class Native(InferBackend):
         self._num_rows = 0
         self._num_positions = 0
         self._truncates = False
+        self._greedy = False
         self._deadlines: list[tuple[float, str]] = []
         self._num_tokens = 0
         self._busy_s = 0.0
@@ -175,7 +176,9 @@ class Native(InferBackend):
             )
 
     async def close(self) -> None:
-        self._stop(WorkerError("the native engine is closed."))
+        with self._changed:
+            self._stopped = self._stopped or WorkerError("the native engine is closed.")
+            self._changed.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         self._runner = None
@@ -201,13 +204,6 @@ class Native(InferBackend):
             return await asyncio.wrap_future(future)
         finally:
             self._calls.discard(future)
-
-    def _stop(self, reason: Exception) -> None:
-        """The compute thread ends after the current step; `reason` is what later calls raise."""
-        with self._changed:
-            self._stopped = self._stopped or reason
-            self._changed.notify()
-            self._wake_pollers()
 
     def _wake_pollers(self) -> None:
         """Called with the lock held."""
@@ -282,8 +278,8 @@ class Native(InferBackend):
         except BaseException as error:  # whatever it is, nobody may wait for this thread any more
             reason = WorkerError(f"the native engine stopped: {type(error).__name__}: {error}")
             reason.__cause__ = error
-            self._stop(reason)
             with self._changed:
+                self._stopped = reason
                 self._finished += [entry.take_fresh("error", str(reason)) for entry in self._open.values()]
         with self._changed:
             self._open.clear()
@@ -371,7 +367,7 @@ class Native(InferBackend):
 
     def _decode(self, runner: Runner) -> None:
         """One token for every running request."""
-        ids, logp = runner.decode(self._num_rows, self._num_positions, self._truncates)
+        ids, logp = runner.decode(self._num_rows, self._num_positions, truncates=self._truncates, greedy=self._greedy)
         self._num_positions += 1
         self._num_tokens += len(self._running)
         step = self._version.step
@@ -391,9 +387,11 @@ class Native(InferBackend):
 
     def _recount(self) -> None:
         """What decode's shapes depend on, after requests have entered or left."""
+        entries = self._running.values()
         self._num_rows = max(self._running, default=-1) + 1
-        self._num_positions = max((len(entry.tokens) for entry in self._running.values()), default=0)
-        self._truncates = any(entry.sampling.top_k > 0 or entry.sampling.top_p < 1 for entry in self._running.values())
+        self._num_positions = max((len(entry.tokens) for entry in entries), default=0)
+        self._truncates = any(entry.sampling.top_k > 0 or entry.sampling.top_p < 1 for entry in entries)
+        self._greedy = any(entry.sampling.temperature == 0 for entry in entries)
 
     # -- What `update`, `pause` and the others do in the compute thread
 
@@ -426,7 +424,9 @@ class Native(InferBackend):
 
     def _resume(self) -> None:
         if self._asleep or not self._weights_complete:
-            raise WeightSyncError("resume was refused: the engine has no complete weights (none yet, a failed update, or sleep). Update it first.")
+            raise WeightSyncError(
+                "resume was refused: the engine has no complete weights (none yet, a failed update, or sleep). Update it first."
+            )
         self._paused = False
 
     def _sleep(self) -> None:

@@ -105,7 +105,9 @@ def attend(
     Query heads that share a key head are laid side by side as further queries, so keys and values are never repeated."""
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} attends with `{name}`, which the native engine does not compute. Use another engine.")
+            raise ModelError(
+                f"{type(module).__name__} attends with `{name}`, which the native engine does not compute. Use another engine."
+            )
     if attention_mask is None:
         raise ModelError(f"{type(module).__name__} does not pass the attention mask that it is given on to attention.")
     num_rows, num_heads, num_queries, _ = query.shape

@@ -117,8 +117,10 @@ class Runner:
         self._ints[:, slot] = 0
         self._floats[:, slot] = 1
 
-    def decode(self, num_rows: int, num_positions: int, truncates: bool) -> tuple[list[int], list[float]]:
-        """One step of the first `num_rows` slots, none of them beyond `num_positions`: ids and log-probabilities, by slot."""
+    def decode(self, num_rows: int, num_positions: int, *, truncates: bool, greedy: bool) -> tuple[list[int], list[float]]:
+        """One step of the first `num_rows` slots, none of them beyond `num_positions`: ids and log-probabilities, by slot.
+
+        `truncates` and `greedy` say whether any slot needs that."""
         num_rows = -(-num_rows // ROW_STEP) * ROW_STEP
         token, position, index, active, seed, top_k = self._ints[:, :num_rows]
         temperature, top_p = self._floats[:, :num_rows]
@@ -126,7 +128,7 @@ class Runner:
         self.cache.aim(num_rows, torch.where(active > 0, position, self.cache.waste)[:, None], reach)
         logits = self._forward(self.model, token[:, None], position[:, None], reach).logits[:, -1]
         logp = processed_logp(logits, temperature, top_p, top_k, truncates=truncates)
-        ids = sample(logp, uniform(seed, index), temperature == 0)
+        ids = sample(logp, uniform(seed, index), temperature == 0 if greedy else None)
         chosen = logp.gather(-1, ids[:, None])[:, 0]
         token.copy_(ids)
         position += active
@@ -160,7 +162,9 @@ class Runner:
                 sums[name] = checksum(target if target.dtype == tensor.dtype else tensor.to(self.device))
         missing = [name for name, target in self.model.named_parameters() if id(target) not in taken]
         if missing:
-            raise WeightSyncError(f"{len(missing)} of the model's tensors did not arrive: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}")
+            raise WeightSyncError(
+                f"{len(missing)} of the model's tensors did not arrive: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}"
+            )
         return sums
 
     @torch.inference_mode(False)  # a parameter cannot be pointed at a tensor that was made in inference mode
@@ -182,32 +186,46 @@ class Runner:
     def _check_model(self) -> None:
         """Compare a short text's logits with the model's own forward, so that a model which the slot cache does not serve is refused
         by name instead of served wrongly. Allocates the cache."""
-        tokens = [i * 7 % self.vocab_size for i in range(min(24, self.context - 1))]
         name = type(self.model).__name__
+        tokens = [i * 7 % self.vocab_size for i in range(min(24, self.context - 1))]
         try:
-            self.prefill([Chunk(0, 0, tokens[:-1])], self.chunk_length(len(tokens)))
-            self.cache.aim(ROW_STEP, torch.full((ROW_STEP, 1), len(tokens) - 1, device=self.device), cache_length(len(tokens)))
-            column = torch.full((ROW_STEP, 1), tokens[-1], device=self.device)
-            got = self._forward(self.model, column, torch.full_like(column, len(tokens) - 1), cache_length(len(tokens))).logits[0, -1].float()
+            got, expected = self._own_logits(tokens), self._model_logits(tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"engine.num_slots ({self.num_rows}) x engine.context_tokens ({self.context}): keys and values of that many tokens do not fit "
-                f"into the memory of {self.device}. Lower one of them."
+                f"engine.num_slots (got {self.num_rows}) times engine.context_tokens (got {self.context}): the keys and values of so many "
+                f"tokens do not fit beside the model into the memory of {self.device}. Lower one of them."
             ) from error
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError(f"{name} cannot run on the native engine's cache: {type(error).__name__}: {error}. Use another engine.") from error
+            raise ModelError(f"{name} does not run on the native engine: {type(error).__name__}: {error}. Use another engine.") from error
         num_layers = self.model.config.get_text_config().num_hidden_layers
         if len(self.cache.layers) != num_layers:
-            raise ModelError(f"{name} keeps keys and values of {len(self.cache.layers)} layers, expected {num_layers}. Use another engine.")
+            kept = len(self.cache.layers)
+            raise ModelError(f"{name} keeps keys and values of {kept} of its {num_layers} layers in the native engine. Use another engine.")
+        share = float((got - expected).abs().max() / (expected - expected.mean()).abs().max().clamp_min(1e-6))
+        if not share < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            raise ModelError(f"{name} gives other logits in the native engine than by itself (off by {share:.1%}). Use another engine.")
+
+    def _own_logits(self, tokens: list[int]) -> Tensor:
+        """[V] after the tokens, the engine's way."""
+        last = len(tokens) - 1
+        if last:
+            self.prefill([Chunk(0, 0, tokens[:-1])], self.chunk_length(last))
+        token = torch.full((ROW_STEP, 1), tokens[-1], device=self.device)
+        position = torch.full_like(token, last)
+        self.cache.aim(ROW_STEP, position, cache_length(len(tokens)))
+        logits: Tensor = self._forward(self.model, token, position, cache_length(len(tokens))).logits
+        return logits[0, -1].float()
+
+    def _model_logits(self, tokens: list[int]) -> Tensor:
+        """[V] after the tokens, the model's own way."""
         self.model.set_attn_implementation("eager")
-        own = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0, -1].float()
-        self.model.set_attn_implementation(ATTENTION)
-        scale = float((own - own.mean()).abs().max())
-        error_share = float((got - own).abs().max()) / max(scale, 1e-6)
-        if not error_share < (1e-3 if self.model.dtype == torch.float32 else 0.1):
-            raise ModelError(f"{name} gives other logits on the native engine's cache than by itself (off by {error_share:.1%}). Use another engine.")
+        try:
+            logits: Tensor = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        return logits[0, -1].float()
 
 
 def _load_model(folder: Path, dtype: str, device: torch.device) -> Any:

@@ -1,0 +1,293 @@
+"""Every cluster of a run, behind the few verbs that the loops need. Which devices they use is the arbiter's business.
+
+    controller ── scheduler ──► environment workers ──► engines          rollout
+         │                              └── blocks ──► assembler ──► trainers, reference     score, update
+         │                              └── blocks ──► recorder                              record
+         └── trainers ── weights ──► engines                                                 sync
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumroll.cluster.cluster import Cluster, Ref
+from drumroll.cluster.residency import Arbiter
+from drumroll.cluster.session import LOCAL, Session
+from drumroll.cluster.weights import WeightSync
+from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig
+from drumroll.models.prepare import prepare_model
+from drumroll.pipelines.job import RlJob, SftJob
+from drumroll.plan import Placement, Plan, make_plan
+from drumroll.record.folder import RunFolder
+from drumroll.record.recorder import Recorder
+from drumroll.rollout.lease import Lease
+from drumroll.rollout.scheduler import GroupRequest, Rollout, RolloutScheduler
+from drumroll.types import SampleInfo, Sampling, Version
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step's batch: what is known of it here, and where each trainer rank's shard is."""
+
+    report: Metrics
+    shards: Sequence[Ref]
+
+
+@dataclass(frozen=True, slots=True)
+class RayTransport:
+    """The scheduler's way to environment workers."""
+
+    environments: Cluster
+    num_engines: int
+
+    @property
+    def num_workers(self) -> int:
+        return self.environments.world
+
+    async def lease(self, worker: int, leases: Sequence[Lease]) -> None:
+        await self.environments.call(worker, "lease", leases)
+
+    async def poll(self, worker: int, wait_s: float) -> tuple[list[SampleInfo], Ref]:
+        infos, block = self.environments.refs(worker, 2, "poll", wait_s)
+        return await infos.value(), block
+
+
+class Fleet:
+    """The clusters of one run. `launch` builds it and takes it down."""
+
+    def __init__(self, cfg: RunConfig, session: Session, plan: Plan, folder: RunFolder, model_folder: Path) -> None:
+        self._cfg = cfg
+        self._session = session
+        self._plan = plan
+        self._folder = folder
+        self._model_folder = model_folder
+        self._arbiter = Arbiter(plan)
+        self._unwritten: list[Future[Any]] = []
+        self.trainers: Cluster
+        self.assembler: Cluster
+        self.recorder: Cluster
+        self.engines: Cluster
+        self.environments: Cluster
+        self.reference: Cluster | None = None
+        self._scheduler: RolloutScheduler
+        self._sync: WeightSync
+
+    # Starting.
+
+    def start_sft(self, cfg: SftRunConfig) -> None:
+        """Trainers and the assembler, side by side."""
+        demonstrations = self._demonstrations(cfg.sft, cfg)
+        self._start_together(
+            trainers=lambda: self._trainers("actor_train", self._model_folder, total_updates=cfg.sft.steps),
+            assembler=lambda: self._assembler(demonstrations=demonstrations),
+        )
+
+    def start_rl(self, cfg: RlConfig, stack: ExitStack) -> None:
+        """Everything but the reference, which starts from the warmed-up weights."""
+        demonstrations = self._demonstrations(cfg.warmup, cfg) if cfg.warmup else None
+        algo = cfg.algo.model_dump(mode="json")
+        budget = cfg.rollout.sampling.max_new_tokens
+        self._start_together(
+            trainers=lambda: self._trainers("actor_train", self._model_folder, total_updates=self._rl_updates(cfg), algo=algo),
+            engines=lambda: self._engines(cfg),
+            environments=lambda: self._environments(cfg),
+            assembler=lambda: self._assembler(demonstrations=demonstrations, algo=algo, constant_length=budget),
+            recorder=lambda: self._helper("recorder", LOCAL, "drumroll.workers.recorder:RecorderWorker", folder=str(self._folder.store)),
+        )
+        self.environments.all("connect", self.engines.handles)
+        self._arbiter.register("actor_infer", give_up=lambda ranks: self._tell_engines("pause", ranks), take=lambda ranks: self._tell_engines("resume", ranks))
+        transport = RayTransport(self.environments, self.engines.world)
+        self._scheduler = stack.enter_context(
+            RolloutScheduler(transport, seed=cfg.seed, max_attempts=cfg.rollout.max_attempts, deadline_s=cfg.rollout.deadline_s)
+        )
+        self._sync = WeightSync(self.trainers, self.engines)
+
+    def begin_sft(self, cfg: SftConfig) -> None:
+        """The trainers start a phase of supervised fine-tuning."""
+        self.trainers.all("set_schedule", cfg.lr or self._cfg.trainer.lr, cfg.steps)
+
+    def begin_rl(self, cfg: RlConfig) -> None:
+        """The trainers start the phase of RL; the reference, where there is one, starts from the weights of this moment."""
+        self.trainers.all("set_schedule", cfg.trainer.lr, self._rl_updates(cfg))
+        if self._plan.workers("reference"):
+            start = self._model_folder
+            if cfg.warmup:
+                start = self._folder.root / "model" / "reference"
+                self.export(start)
+            self.reference = self._trainers("reference", start, total_updates=1)
+
+    # The verbs of a step.
+
+    def roll_out(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Rollout:
+        """Run groups of samples to their ends on the engines' current weights."""
+        with self._arbiter.grant("actor_infer"):
+            return self._scheduler.take(requests, sampling)
+
+    def assemble(self, step: int, rollout: Rollout) -> StepBatch:
+        """Pack, score and weigh the step's samples; tokens go from worker to worker and never come here."""
+        accepted = [sample.sample_id for sample in rollout.samples if sample.reward is not None]
+        self.assembler.on(0, "pack", accepted, *rollout.blocks)
+        ref_logp = self._score("reference", self.reference) if self.reference is not None else None
+        old_logp = self._score("actor_train", self.trainers) if self._several_updates else None
+        report, *shards = self.assembler.refs(0, 1 + self.trainers.world, "finish", step, ref_logp, old_logp)
+        return StepBatch(report.fetch(), shards)
+
+    def train(self, batch: StepBatch) -> list[Metrics]:
+        """One optimizer update for each part of the step."""
+        with self._arbiter.grant("actor_train"):
+            metrics: list[Metrics] = self.trainers.shards("train", batch.shards)[0]
+            return metrics
+
+    def push(self, version: Version) -> Metrics:
+        """Hand the trainers' weights over to every engine, checked and acknowledged."""
+        with self._arbiter.grant("actor_train"):
+            report = self._sync.push(version)
+        return {"sync/seconds": report.seconds, "sync/bytes": float(report.num_bytes)}
+
+    def imitate(self, first: int, count: int) -> list[Metrics]:
+        """Updates on demonstrations."""
+        shards = self.assembler.refs(0, self.trainers.world, "imitation", first, count)
+        with self._arbiter.grant("actor_train"):
+            metrics: list[Metrics] = self.trainers.shards("imitate", shards)[0]
+            return metrics
+
+    def heldout_loss(self) -> float | None:
+        """Mean loss per token of the held-out demonstrations."""
+        shards = self.assembler.refs(0, self.trainers.world, "heldout")
+        with self._arbiter.grant("actor_train"):
+            parts = self.trainers.shards("cross_entropy", shards)
+        num_tokens = sum(count for _, count in parts)
+        return sum(total for total, _ in parts) / num_tokens if num_tokens else None
+
+    def record(self, phase: str, step: int, rollout: Rollout) -> None:
+        """Write a rollout's trajectories into the store, while other work goes on."""
+        self._unwritten = [future for future in self._unwritten if not future.done() or future.result() is None]
+        self._unwritten.append(self.recorder.submit(0, "add", phase, step, *rollout.blocks))
+
+    def remember(self, name: str) -> None:
+        self.trainers.all("remember", name)
+
+    def recall(self, name: str) -> None:
+        self.trainers.all("recall", name)
+
+    def export(self, folder: Path) -> None:
+        """Write the trainers' weights as a Hugging Face folder."""
+        with self._arbiter.grant("actor_train"):
+            self.trainers.all("export", str(folder))
+
+    def finish(self) -> None:
+        """Wait for everything that is still being written, then close the store."""
+        for future in self._unwritten:
+            future.result()
+        if isinstance(self._cfg, RlConfig):
+            self.recorder.all("close")
+
+    # How each cluster is made.
+
+    def _start_together(self, **launches: Callable[[], Cluster]) -> None:
+        """Launch clusters side by side: imports take most of a worker's start."""
+        with ThreadPoolExecutor(len(launches)) as pool:
+            started = {name: pool.submit(build) for name, build in launches.items()}
+            for name, future in started.items():
+                setattr(self, name, future.result())
+
+    def _trainers(self, role: Role, model_folder: Path, **kwargs: Any) -> Cluster:
+        kwargs |= {"trainer": self._cfg.trainer.model_dump(mode="json"), "model_folder": str(model_folder), "seed": self._cfg.seed}
+        kwargs |= {"dtype": self._dtype(role)}
+        return Cluster.launch(self._session, self._plan.workers(role), "drumroll.workers.trainer:TrainWorker", kwargs=kwargs)
+
+    def _engines(self, cfg: RlConfig) -> Cluster:
+        kwargs = {"engine": cfg.engine.model_dump(mode="json"), "model_folder": str(self._model_folder), "dtype": self._dtype("actor_infer")}
+        return Cluster.launch(self._session, self._plan.workers("actor_infer"), "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
+
+    def _environments(self, cfg: RlConfig) -> Cluster:
+        kwargs = {
+            "model_folder": str(self._model_folder),
+            "env": cfg.env.model_dump(mode="json"),
+            "rewards": [reward.model_dump(mode="json") for reward in cfg.rewards],
+            "max_turns": cfg.rollout.max_turns,
+            "max_tokens": self._max_tokens(cfg),
+            "trust_remote_code": cfg.model.trust_remote_code,
+        }
+        placements = self._plan.workers("environment")
+        return Cluster.launch(self._session, placements, "drumroll.workers.environment:EnvironmentWorker", kwargs=kwargs)
+
+    def _assembler(self, **kwargs: Any) -> Cluster:
+        trainers = self._plan.workers("actor_train")
+        kwargs |= {"num_shards": len(trainers), "seed": self._cfg.seed}
+        return self._helper("assembler", trainers[0].node, "drumroll.workers.assembler:Assembler", **kwargs)
+
+    def _helper(self, role: str, node: str, target: str, **kwargs: Any) -> Cluster:
+        """A worker that is no role of the plan, because it never computes on a device."""
+        return Cluster.launch(self._session, [Placement(role, 0, node, (), "cpu")], target, kwargs=kwargs)
+
+    def _demonstrations(self, sft: SftConfig, cfg: RunConfig) -> dict[str, Any]:
+        heldout = cfg.heldout.model_dump(mode="json") if isinstance(cfg, SftRunConfig) and cfg.heldout else None
+        return {
+            "model_folder": str(self._model_folder),
+            "source": sft.data.model_dump(mode="json"),
+            "completion_field": sft.completion_field,
+            "batch_size": sft.batch_size,
+            "heldout": heldout,
+            "trust_remote_code": cfg.model.trust_remote_code,
+        }
+
+    def _score(self, role: Role, cluster: Cluster) -> list[Ref]:
+        """Log-probabilities of the step's tokens by one role, a part per rank."""
+        shards = self.assembler.refs(0, cluster.world, "shards", cluster.world)
+        with self._arbiter.grant(role):
+            parts = [cluster.ref(rank, "logprobs", shard) for rank, shard in enumerate(shards)]
+            for part in parts:
+                part.wait()
+            return parts
+
+    def _tell_engines(self, method: str, ranks: Sequence[int]) -> None:
+        for future in [self.engines.submit(rank, method) for rank in ranks]:
+            future.result(timeout=self.engines.deadline_s)
+
+    @property
+    def _several_updates(self) -> bool:
+        """Whether a step's later updates need to know where the first one started."""
+        return isinstance(self._cfg, RlConfig) and self._cfg.algo.updates_per_step * self._cfg.algo.epochs_per_step > 1
+
+    @staticmethod
+    def _rl_updates(cfg: RlConfig) -> int:
+        return cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step
+
+    def _dtype(self, role: Role) -> str:
+        if self._cfg.model.dtype != "auto":
+            return self._cfg.model.dtype
+        return "bfloat16" if self._plan.workers(role)[0].kind == "gpu" else "float32"
+
+    def _max_tokens(self, cfg: RlConfig) -> int:
+        """The tightest of the episode's, the engine's and the model's limits."""
+        facts = json.loads((self._model_folder / "config.json").read_text())
+        limits = [cfg.rollout.max_tokens, cfg.engine.context_tokens, facts.get("max_position_embeddings")]
+        return min(limit for limit in limits if limit is not None)
+
+
+@contextmanager
+def launch(job: RlJob | SftJob, folder: RunFolder, rec: Recorder) -> Iterator[Fleet]:
+    """Start Ray and every worker; end all of them when the block ends, however it ends."""
+    cfg = job.cfg
+    with ExitStack() as stack:
+        with rec.stage("starting workers"), rec.phase("start"), ThreadPoolExecutor(1) as aside:
+            model = aside.submit(prepare_model, cfg.model, folder.initial_model, cfg.seed)
+            session = stack.enter_context(Session(cfg.ray))
+            plan = make_plan(cfg, session.pool(), job.roles)
+            fleet = Fleet(cfg, session, plan, folder, model.result())
+            if isinstance(cfg, RlConfig):
+                fleet.start_rl(cfg, stack)
+            else:
+                fleet.start_sft(cfg)
+        yield fleet
+        with rec.phase("finish"):
+            fleet.finish()

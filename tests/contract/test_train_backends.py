@@ -1,0 +1,469 @@
+"""What every registered training backend must do, on tiny models, against plain transformers and torch.
+
+Run as a script, this file is one of two ranks (see `test_two_ranks_are_one`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drumroll.algo.kl import with_kl
+from drumroll.algo.loss import cross_entropy, ppo_clip
+from drumroll.backends.train.base import TrainBackend
+from drumroll.config.models import TrainerConfig
+from drumroll.errors import ModelError, RunFolderError
+from drumroll.registry import REGISTRY
+from drumroll.text.packing import pack_demonstrations, select
+from drumroll.types import Batch, RankInfo, TokenLoss
+
+VOCABULARY = 40
+LR = 3e-3
+EPS = 1e-4
+"""Large enough that Adam does not blow up the rounding of gradients that are 0 in exact arithmetic."""
+
+
+def make_models(root: Path) -> dict[str, Path]:
+    """Random models with a tokenizer: llama (grouped queries), qwen2 (tied embeddings, biases), gpt2 (learned positions, dropout)."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+
+    size: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
+    body: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    configs = {
+        "llama": LlamaConfig(**size, **body, num_key_value_heads=2, max_position_embeddings=128),
+        "qwen2": Qwen2Config(**size, **body, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True),
+        "gpt2": GPT2Config(**size, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({chr(48 + i): i for i in range(VOCABULARY)}, unk_token="0"))
+    )
+    for name, config in configs.items():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():  # wide enough that a wrong neighbour or position shows
+            torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in configs}
+
+
+def make_batch(seed: int = 0, size: int = 9) -> Batch:
+    """Uneven lengths, mixed temperatures, an observation inside some trajectories, weights that sum to 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+
+    batch = pack_demonstrations([(draw(1 + n % 4), draw(2 + 5 * (n % 3) + (60 if n == 4 else 0))) for n in range(size)])
+    mask = batch.loss_mask & (batch.position_ids % 7 != 6)
+    weight = torch.rand(batch.num_tokens, generator=generator) * mask
+    return batch.with_fields(
+        loss_mask=mask,
+        weight=weight / weight.sum(),
+        advantages=torch.randn(batch.num_tokens, generator=generator) * mask,
+        ref_logp=-torch.rand(batch.num_tokens, generator=generator) * 4 * mask,
+        temperature=torch.tensor([1.0, 0.7, 1.5, 0.0] * size)[:size],
+    )
+
+
+def make_backend(
+    kind: str, folder: Path, rank: RankInfo | None = None, dtype: str = "float32", total_updates: int = 10, **options: Any
+) -> TrainBackend:
+    entry = REGISTRY.lookup("train_backend", kind)
+    config = entry.schema(TrainerConfig).model_validate({"kind": kind, "lr": LR, "eps": EPS, **options})
+    backend: TrainBackend = entry.target(config, folder, dtype, total_updates, 0)
+    backend.setup(rank or RankInfo("actor_train", 0, 1, "cpu"))
+    return backend
+
+
+def weights_of(backend: TrainBackend) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+def reference_logp(model: Any, batch: Batch) -> Tensor:
+    """[T] with gradient: every trajectory by itself through the model's own attention, temperature applied by hand."""
+    parts = []
+    for n, (start, end) in enumerate(zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False)):
+        ids = batch.token_ids[start:end]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / (float(batch.temperature[n]) or 1.0)
+        parts += [torch.zeros(1), logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)]
+    return torch.cat(parts) * batch.loss_mask
+
+
+def plain_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(params=REGISTRY.names("train_backend"))
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., TrainBackend]]:
+    opened: list[TrainBackend] = []
+
+    def build(folder: Path, **options: Any) -> TrainBackend:
+        opened.append(make_backend(request.param, folder, **options))
+        return opened[-1]
+
+    yield build
+    for backend in opened:
+        backend.close()
+
+
+Make = Callable[..., TrainBackend]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_logprobs_are_those_of_plain_transformers(name: str, models: dict[str, Path], make: Make) -> None:
+    batch = make_batch()
+    expected = reference_logp(plain_model(models[name]), batch).detach()
+    for budget in (16384, 25):
+        got = make(models[name], micro_batch_tokens=budget).logprobs(batch)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        assert not got[~batch.loss_mask].any()
+
+
+def test_logprobs_of_one_trajectory_do_not_depend_on_its_neighbours(models: dict[str, Path], make: Make) -> None:
+    batch = make_batch()
+    backend = make(models["llama"])
+    alone = torch.cat([backend.logprobs(select(batch, [n])) for n in range(batch.num_trajectories)])
+    torch.testing.assert_close(backend.logprobs(batch), alone, rtol=0, atol=1e-5)
+    assert backend.logprobs(select(batch, [])).shape == (0,)
+
+
+def test_logprobs_are_of_the_truncated_distribution(models: dict[str, Path], make: Make) -> None:
+    batch = make_batch().with_fields(temperature=torch.full((9,), 0.7), top_k=torch.full((9,), 3))
+    model = plain_model(models["llama"])
+    expected = []
+    for start, end in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
+        logits = model(input_ids=batch.token_ids[None, start:end]).logits[0, :-1].detach() / 0.7
+        expected.append(0.0)
+        for row, target in zip(logits, batch.token_ids[start + 1 : end].tolist(), strict=True):
+            inside = {*row.topk(3).indices.tolist(), target}  # a sampled token is never outside its own distribution
+            expected.append(float(row[target] - row[list(inside)].logsumexp(0)))
+    got = make(models["llama"]).logprobs(batch)
+    torch.testing.assert_close(got, torch.tensor(expected) * batch.loss_mask, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_tokens": 25}, {"gradient_checkpointing": True, "micro_batch_tokens": 60}])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_updates_are_those_of_plain_torch(name: str, options: dict[str, Any], models: dict[str, Path], make: Make) -> None:
+    """Three updates with clipping, weight decay, warm-up and decay, whatever the size of the passes."""
+    updates = [make_batch(seed) for seed in range(3)]
+    loss = with_kl(ppo_clip, 0.2)
+    settings: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 0.5, "schedule": "linear", "warmup_updates": 1, "min_lr_ratio": 0.5}
+    backend = make(models[name], total_updates=3, **settings, **options)
+    metrics = backend.train(updates, loss)
+
+    model = plain_model(models[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, foreach=False)
+    for number, (batch, lr) in enumerate(zip(updates, (LR, LR, LR / 2), strict=True)):
+        logp = reference_logp(model, batch)
+        total = (loss(logp, batch.with_fields(old_logp=logp.detach())).loss * batch.weight).sum()
+        total.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        assert norm > 0.5, "nothing was clipped"
+        assert metrics[number]["loss"] == pytest.approx(total.item(), rel=1e-4)
+        assert metrics[number]["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert metrics[number]["lr"] == pytest.approx(lr)
+        assert metrics[number]["num_tokens"] == int(batch.loss_mask.sum())
+        assert metrics[number]["skipped"] == 0.0
+        assert metrics[number]["ratio"] == pytest.approx(1.0)
+        assert metrics[number]["kl"] > 0
+        assert metrics[number]["entropy"] > 0
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    for tensor_name, tensor in backend.weights():
+        # Adam divides by the gradient's own size, so that rounding shows most where the gradient is nearly 0.
+        torch.testing.assert_close(tensor, expected[tensor_name].detach(), rtol=0, atol=LR * 0.02, msg=lambda m, n=tensor_name: f"{n}: {m}")
+
+
+def test_entropy_is_that_of_the_sampled_distribution(models: dict[str, Path], make: Make) -> None:
+    batch = make_batch().with_fields(temperature=torch.ones(9))
+    metrics = make(models["llama"]).train([batch], cross_entropy)[0]
+    entropies = []
+    with torch.no_grad():
+        for start, end in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
+            logp = plain_model(models["llama"])(input_ids=batch.token_ids[None, start:end]).logits[0].log_softmax(-1)
+            entropies += [torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1]]
+    assert metrics["entropy"] == pytest.approx(float(torch.cat(entropies)[batch.loss_mask].mean()), rel=1e-4)
+
+
+def test_masked_tokens_change_nothing(models: dict[str, Path], make: Make) -> None:
+    """A reply's loss does not see what stands in fields outside the mask, and tokens after the last masked one have no say."""
+    batch = make_batch()
+    tail = pack_demonstrations([([3, 4], [5, 6, 7])])
+    tail = tail.with_fields(
+        loss_mask=torch.tensor([False, False, True, False, False]), weight=torch.tensor([0.0, 0, 1, 0, 0]), advantages=torch.ones(5)
+    )
+    other = tail.with_fields(
+        token_ids=torch.tensor([3, 4, 5, 20, 21]),
+        weight=torch.tensor([9.0, 9, 1, 9, 9]),
+        advantages=torch.tensor([9.0, torch.nan, 1, torch.inf, 9]),
+        old_logp=None,
+    )
+    results = []
+    for part in (tail, other):
+        backend = make(models["llama"])
+        backend.train([batch, part], ppo_clip)
+        results.append(weights_of(backend))
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+
+
+def test_an_update_without_weight_or_with_a_broken_loss_is_no_update(models: dict[str, Path], make: Make) -> None:
+    batch = make_batch()
+    backend, twin = make(models["llama"]), make(models["llama"])
+    backend.train([batch], ppo_clip)
+    twin.train([batch], ppo_clip)
+
+    def broken(logp: Tensor, batch: Batch) -> TokenLoss:
+        return TokenLoss(logp * torch.tensor([torch.nan]))
+
+    def steep(logp: Tensor, batch: Batch) -> TokenLoss:
+        return TokenLoss((logp - logp.detach()).abs().sqrt())  # a loss of 0 whose gradient is infinite
+
+    for loss in (broken, steep):
+        assert backend.train([batch], loss)[0]["skipped"] == 1.0
+    for nothing in (batch.with_fields(weight=torch.zeros(batch.num_tokens)), select(batch, [])):
+        metrics = backend.train([nothing], ppo_clip)[0]
+        assert (metrics["skipped"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0)
+    backend.train([batch], ppo_clip)
+    twin.train([batch], ppo_clip)
+    for (name, tensor), (_, expected) in zip(backend.weights(), twin.weights(), strict=True):
+        assert torch.equal(tensor, expected), name
+
+
+def test_remember_recall_and_a_new_schedule(models: dict[str, Path], make: Make) -> None:
+    first, second = make_batch(1), make_batch(2)
+    backend = make(models["qwen2"], schedule="cosine", total_updates=4)
+    start = weights_of(backend)
+    backend.remember("start")
+    backend.train([first], cross_entropy)
+    backend.remember("later")
+    lr = backend.train([second], cross_entropy)[0]["lr"]
+    end = weights_of(backend)
+    assert not torch.equal(start["lm_head.weight" if "lm_head.weight" in start else "model.embed_tokens.weight"], next(iter(end.values())))
+
+    backend.train([first], cross_entropy)
+    backend.recall("later")
+    assert backend.train([second], cross_entropy)[0]["lr"] == lr
+    for name, tensor in backend.weights():
+        assert torch.equal(tensor, end[name]), f"{name} after recall: weights, moments or update count differ"
+
+    backend.recall("start")
+    for name, tensor in backend.weights():
+        assert torch.equal(tensor, start[name]), name
+    backend.train([first, second], cross_entropy)
+    for name, tensor in backend.weights():
+        assert torch.equal(tensor, end[name]), name
+
+    backend.set_schedule(1e-4, 2)
+    assert [metrics["lr"] for metrics in backend.train([first, first], cross_entropy)] == pytest.approx([1e-4, 0.0])
+    fresh = make(models["qwen2"])
+    fresh.set_schedule(LR, 1)
+    backend.recall("start")
+    backend.set_schedule(LR, 1)
+    for each in (fresh, backend):
+        each.train([first], cross_entropy)
+    for (name, tensor), (_, expected) in zip(backend.weights(), fresh.weights(), strict=True):
+        assert torch.equal(tensor, expected), f"{name}: a new schedule starts with a fresh optimizer"
+
+
+def test_the_same_seed_twice_is_bit_identical_also_through_host_memory(models: dict[str, Path], make: Make) -> None:
+    results = []
+    for moves in (False, True):
+        backend = make(models["gpt2"], micro_batch_tokens=40)
+        for seed in range(2):
+            if moves:
+                backend.to("host")
+                backend.to("device")
+            backend.train([make_batch(seed)], ppo_clip)
+        results.append(weights_of(backend))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_weights_and_export_speak_the_language_of_hugging_face(name: str, models: dict[str, Path], make: Make, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    backend = make(models[name])
+    on_disk = load_file(models[name] / "model.safetensors")
+    sent = weights_of(backend)
+    assert set(sent) == set(on_disk)
+    assert all(torch.equal(sent[key], on_disk[key]) for key in on_disk)
+    assert [key for key, _ in backend.weights()] == list(sent), "the order is fixed"
+
+    batch = make_batch()
+    backend.train([batch], cross_entropy)
+    expected = backend.logprobs(batch)
+    target = tmp_path / "run" / "model"
+    backend.export(target)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["model"], "nothing is left beside it"
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    torch.testing.assert_close(reference_logp(model, batch).detach(), expected, rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(target).get_vocab() == AutoTokenizer.from_pretrained(models[name]).get_vocab()
+    kept, source = AutoConfig.from_pretrained(target).to_dict(), AutoConfig.from_pretrained(models[name]).to_dict()
+    assert {key for key in source if kept.get(key) != source[key]} <= {"transformers_version", "_name_or_path"}
+    with pytest.raises(RunFolderError, match="not empty"):
+        backend.export(target)
+
+
+def test_a_sliding_window_is_obeyed(models: dict[str, Path], make: Make, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = plain_model(models["qwen2"])
+    window = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    model.save_pretrained(tmp_path / "windowed")
+    (tmp_path / "windowed" / "config.json").write_text(json.dumps({**model.config.to_dict(), **window}))
+    batch = make_batch()
+    windowed = AutoModelForCausalLM.from_pretrained(tmp_path / "windowed", attn_implementation="eager").eval()
+    expected = reference_logp(windowed, batch).detach()
+    assert not torch.allclose(expected, reference_logp(model, batch), atol=1e-3)
+    torch.testing.assert_close(make(tmp_path / "windowed").logprobs(batch), expected, rtol=0, atol=1e-5)
+
+
+def test_models_that_cannot_be_trained_are_refused(models: dict[str, Path], make: Make, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Gemma2Config, MambaConfig
+
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        make(tmp_path / "nothing")
+    size: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
+    refused = {
+        "state_space": (MambaConfig(**size, state_size=4), "mamba"),
+        "capped": (Gemma2Config(**size, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8), "softcap"),
+    }
+    for name, (config, message) in refused.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        with pytest.raises(ModelError, match=message):
+            make(tmp_path / name)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    (partial / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
+    tensors = load_file(models["llama"] / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks weights.*model\.norm\.weight"):
+        make(partial)
+
+
+def shards_of(update: Batch, number: int) -> list[list[int]]:
+    """How two ranks share an update: evenly, unevenly, and all to one."""
+    indices = list(range(update.num_trajectories))
+    return [[indices[::2], indices[1::2]], [indices[:7], indices[7:]], [indices, []]][number]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"name": "llama", "micro_batch_tokens": 30},
+    "accumulating": {"name": "qwen2", "micro_batch_tokens": 30, "reduce_every_pass": False, "reshard_after_forward": False},
+    "checkpointing": {"name": "gpt2", "gradient_checkpointing": True},
+}
+
+
+def as_rank(rank: int, kind: str, root: Path, ports: list[str]) -> None:
+    """What each of the two processes does: train, score, remember, skip and export, and write down what it saw."""
+    torch.set_num_threads(1)
+    seen: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for (variant, options), port in zip(copy.deepcopy(VARIANTS).items(), ports, strict=True):
+        place = RankInfo("actor_train", rank, 2, "cpu", rendezvous=f"127.0.0.1:{port}")
+        backend = make_backend(kind, root / options.pop("name"), place, **options)
+        updates = [make_batch(seed) for seed in range(3)]
+        shards = [select(update, shards_of(update, number)[rank]) for number, update in enumerate(updates)]
+        tensors[f"{variant}/before"] = backend.logprobs(shards[1])
+        backend.remember("start")
+        backend.train(shards, ppo_clip)
+        backend.recall("start")
+        seen[variant] = backend.train(shards, ppo_clip)
+        broken = shards[0].with_fields(advantages=torch.full_like(shards[0].weight, torch.nan if rank == 1 else 1.0))
+        seen[f"{variant}/skipped"] = backend.train([broken], ppo_clip)[0]["skipped"]
+        backend.to("host")
+        backend.to("device")
+        tensors[f"{variant}/empty"] = backend.logprobs(shards[2])
+        tensors |= {f"{variant}/weights/{name}": tensor.clone() for name, tensor in backend.weights()}
+        backend.export(root / "exported" / variant)
+        assert (root / "exported" / variant / "config.json").exists(), "no rank returns before the export is there"
+        try:
+            backend.export(root / "exported" / variant)
+        except RunFolderError:
+            seen[f"{variant}/refused"] = True
+        backend.close()
+    save_file(tensors, root / f"rank{rank}.safetensors")
+    (root / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.mark.parametrize("kind", REGISTRY.names("train_backend"))
+def test_two_ranks_are_one(kind: str, tmp_path: Path) -> None:
+    models = make_models(tmp_path)
+    ports = [str(port) for port in free_ports(len(VARIANTS))]
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), kind, str(tmp_path), *ports], stderr=log.open("w"))
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    tensors = [load_file(tmp_path / f"rank{rank}.safetensors") for rank in range(2)]
+    assert seen[0] == seen[1]
+    updates = [make_batch(seed) for seed in range(3)]
+    for variant, options in VARIANTS.items():
+        assert seen[0][f"{variant}/skipped"] == 1.0
+        assert seen[0][f"{variant}/refused"]
+        backend = make_backend(kind, models[options["name"]])
+        for rank, indices in enumerate(shards_of(updates[1], 1)):
+            expected = backend.logprobs(select(updates[1], indices))
+            torch.testing.assert_close(tensors[rank][f"{variant}/before"], expected, rtol=0, atol=1e-5)
+        assert tensors[1][f"{variant}/empty"].shape == (0,)
+        for got, metrics in zip(seen[0][variant], backend.train(updates, ppo_clip), strict=True):
+            assert got == pytest.approx(metrics, rel=1e-3, abs=1e-6)
+        torch.testing.assert_close(tensors[0][f"{variant}/empty"], backend.logprobs(updates[2]), rtol=0, atol=1e-3)
+        exported = load_file(tmp_path / "exported" / variant / "model.safetensors")
+        for name, expected in backend.weights():
+            whole = tensors[0][f"{variant}/weights/{name}"]
+            assert torch.equal(whole, tensors[1][f"{variant}/weights/{name}"])
+            assert torch.equal(whole, exported[name])
+            torch.testing.assert_close(whole, expected, rtol=0, atol=LR * 0.02)
+        backend.close()
+
+
+if __name__ == "__main__":
+    as_rank(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,186 @@
+"""What a run shows of itself: summary, report, curve, and `drumroll show`."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from record_samples import make_trajectory as make
+from rich.console import Console, RenderableType
+
+from drumroll.config.models import RecordConfig
+from drumroll.errors import UserError
+from drumroll.record.curve import draw_curve
+from drumroll.record.folder import RunFolder
+from drumroll.record.metrics import MetricsLog
+from drumroll.record.report import Summary, pick_transcripts, print_report, read_summary, write_summary
+from drumroll.record.show import parse_filter, sample_table, trajectory_view
+from drumroll.record.store import Bounds, Filter, Reader, Writer
+from drumroll.types import Sampling, Task, Turn
+
+SUMMARY = Summary(
+    name="quickstart",
+    steps=80,
+    seconds={"total": 171.25, "rollout": 80.0},
+    tokens={"sampled": 1234567},
+    before={"sampled": 0.42, "greedy": 0.61},
+    after={"sampled": 0.93, "greedy": 0.97},
+    comparison={"sampled": 0.7, "greedy": 0.8},
+    details={"quarantined": ["t9"]},
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "run", "x", {"name": "quickstart"})
+
+
+def printed(*renderables: RenderableType, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, _environ={})
+    console.print(*renderables)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def record_evaluations(folder: RunFolder) -> None:
+    with Writer(folder.store) as writer:
+        for step, reply in ((0, "[b]4321"), (80, "1234")):
+            tasks = [Task(id=f"h{i}", prompt=f"sort {i}=") for i in range(5 if step else 4)]
+            writer.add([make(f"eval/{step}/{t.id}/g", "greedy", t, sampling=Sampling(temperature=0.0)) for t in tasks], "eval", step)
+            writer.add([make(f"eval/{step}/{t.id}/0", reply, t, reward=float(step > 0)) for t in tasks], "eval", step)
+
+
+def test_summary_has_the_promised_keys(folder: RunFolder) -> None:
+    write_summary(folder, SUMMARY)
+    found = json.loads(folder.summary_file.read_text())
+    assert found == read_summary(folder)
+    for key in (
+        "before.sampled",
+        "before.greedy",
+        "after.sampled",
+        "after.greedy",
+        "comparison.sampled",
+        "seconds.total",
+        "seconds.rollout",
+    ):
+        outer, inner = key.split(".")
+        assert isinstance(found[outer][inner], float), key
+    assert (found["steps"], found["tokens"], found["quarantined"]) == (80, {"sampled": 1234567}, ["t9"])
+
+
+def test_transcripts_are_the_first_tasks_that_both_evaluations_hold(folder: RunFolder) -> None:
+    record_evaluations(folder)
+    with Reader(folder.store) as reader:
+        transcripts = pick_transcripts(reader, 0, 80)
+        assert len(pick_transcripts(reader, 0, 80, count=9)) == 4
+        assert pick_transcripts(reader, 0, 81) == []
+    assert [t.before.task.id for t in transcripts] == [t.after.task.id for t in transcripts] == ["h0", "h1", "h2"]
+    assert {(t.before.last_reply, t.after.last_reply) for t in transcripts} == {("[b]4321", "1234")}  # sampled, not greedy
+
+
+def test_report(folder: RunFolder) -> None:
+    record_evaluations(folder)
+    folder.curve_file.touch()
+    console = Console(file=io.StringIO(), width=100, _environ={})
+    with Reader(folder.store) as reader:
+        print_report(console, folder, SUMMARY, pick_transcripts(reader, 0, 80))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in (
+        "before",
+        "0.420",
+        "0.930 (+0.510)",
+        "same compute as more SFT",
+        "0.700",
+        "[b]4321",
+        "reward 1",
+        "1,234,567",
+        "171.2 s",
+    ):
+        assert part in text, part
+    assert str(folder.root) in text
+    assert str(folder.curve_file) in text
+    assert "more SFT" not in printed_report(folder, Summary("x", 1, {"total": 1.0}, before={"sampled": 0.5}, after={"sampled": 0.5}))
+    sft = printed_report(folder, Summary("x", 0, {"total": 1.0}, before={"heldout_loss": 2.0}, after={"heldout_loss": 0.5}))
+    assert "heldout_loss" in sft
+    assert "0.500 (-1.500)" in sft
+    assert "0 steps" not in sft
+    assert "1 steps, 1.0 s" in printed_report(folder, Summary("x", 1, {"total": 1.0}))
+
+
+def printed_report(folder: RunFolder, summary: Summary) -> str:
+    console = Console(file=io.StringIO(), width=100, _environ={})
+    print_report(console, folder, summary)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_curve(folder: RunFolder) -> None:
+    with MetricsLog(folder, RecordConfig(tensorboard=False), {}) as log:
+        log.log(1, {"warmup/loss": 2.0})
+        log.log_evaluation("before", 0, {"sampled": 0.4, "greedy": 0.6})
+        for step in range(1, 31):
+            log.log(step, {"rollout/reward_mean": math.nan if step == 7 else step / 20 - 0.5, "rollout/success_mean": step / 30})
+        log.log_evaluation("after", 30, {"sampled": 0.9, "greedy": 0.95})
+        log.log_evaluation("comparison", 30, {"sampled": 0.7, "greedy": 0.8})
+    assert draw_curve(folder) == folder.curve_file
+    assert folder.curve_file.read_bytes().startswith(b"\x89PNG")
+    assert folder.curve_file.stat().st_size > 10_000
+
+
+def test_curve_of_supervised_fine_tuning(folder: RunFolder) -> None:
+    with MetricsLog(folder, RecordConfig(tensorboard=False), {}) as log:
+        for update in range(20):
+            log.log(update, {"sft/loss": 2.0 / (update + 1)})
+        log.log_evaluation("before", 0, {"heldout_loss": 2.0})
+        log.log_evaluation("after", 20, {"heldout_loss": 0.3})
+    assert draw_curve(folder).stat().st_size > 10_000
+
+
+def test_curve_of_a_run_without_any_figures(folder: RunFolder) -> None:
+    assert draw_curve(folder).exists()
+
+
+def test_filter_from_the_command_line() -> None:
+    assert parse_filter(step="3", reward=">=0.5", domain="math") == Filter(step=Bounds.at(3), reward=Bounds(low=0.5), domain="math")
+    with pytest.raises(UserError, match="--reward: 'high' is no range"):
+        parse_filter(reward="high")
+
+
+def test_show(folder: RunFolder) -> None:
+    hostile = "\x1b[2Jclean [bold]not markup[/bold]\u202e \ud800"
+    turns = (
+        Turn("environment", 0, 3, "sort"),
+        Turn("policy", 3, 4, hostile),
+        Turn("environment", 4, 4, "again"),
+        Turn("policy", 4, 5, "1234"),
+    )
+    with Writer(folder.store) as writer:
+        writer.add([make("a[b]/0", reply=hostile), make("multi", turns=turns, reward=-0.5, success=False)], "train", 3)
+        writer.add([make("lost", reward=None, success=None, error="sandbox\nis gone", loss_mask=np.zeros(5, bool))], "train", 4)
+    with Reader(folder.store) as reader:
+        table = printed(sample_table(reader.query(), reader.count()), width=160)
+        assert "a[b]/0" in table
+        assert "\\x1b[2Jclean [bold]not markup[/bold]\\u202e" in table
+        assert "sandbox is gone" in table
+        assert "3 samples" in table
+        assert "1 of 3 samples" in printed(sample_table(reader.query(limit=1), 3))
+        assert "No sample matches" in printed(sample_table([], 0))
+        view = printed(trajectory_view(reader.row("multi"), reader.load("multi")))
+        assert "\x1b" not in table + view
+        for part in (
+            "train, step 3",
+            "-0.5",
+            "exact_match 1",
+            "finished +1.500 s",
+            "generate 1.250 s",
+            "step 0 to 1",
+            "answer: '1234'",
+            "again",
+        ):
+            assert part in view, part
+        assert view.index("sort") < view.index("clean") < view.index("again") < view.rindex("1234")
+        assert "no verdict" in printed(trajectory_view(reader.row("lost"), reader.load("lost")))
