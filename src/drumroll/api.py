@@ -83,7 +83,7 @@ def train(
     folder = RunFolder.claim(run_dir, cfg.name)
     for split, source in sources.items():
         if not isinstance(source, str):
-            tree["data"][split]["path"] = str(_written(folder, split, source))
+            tree["data"][split] |= {"path": str(_written(folder, split, source))}
     start(check_config({**tree, "run_dir": str(folder.root)}), folder)
     return Run(folder.root)
 

@@ -13,6 +13,7 @@ the config names.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -21,7 +22,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -66,13 +67,18 @@ class Entry:
             if not issubclass(nested, base):
                 raise PluginError(f"{self.family} '{self.name}': its nested Config must extend {base.__module__}.{base.__qualname__}.")
             return nested
-        hints = get_type_hints(inspect.unwrap(self.target)) if inspect.isfunction(self.target) else {}
-        options: dict[str, Any] = {}
-        for parameter in inspect.signature(self.target).parameters.values():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-                default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-                options[parameter.name] = (hints.get(parameter.name, Any), default)
-        return create_model(f"{self.name}_options", __base__=base, **options)
+        return _schema_of(self.target, self.name, base)
+
+
+@lru_cache(maxsize=None)  # one class for each function, so that equal options compare equal
+def _schema_of(function: Callable[..., Any], name: str, base: type[Variant]) -> type[Variant]:
+    hints = get_type_hints(inspect.unwrap(function)) if inspect.isfunction(function) else {}
+    options: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+            options[parameter.name] = (hints.get(parameter.name, Any), default)
+    return create_model(f"{name}_options", __base__=base, **options)
 
 
 # Built-in names and the modules that register them; `drumroll list` reads this table.
@@ -153,6 +159,14 @@ class Registry:
             del sys.modules[name]
             raise PluginError(f"plugin file '{path}' fails while it is imported: {type(error).__name__}: {error}") from error
         return module
+
+    def shipped_sources(self) -> dict[str, str]:
+        """Source text of functions handed over as objects, where Python still knows it."""
+        sources: dict[str, str] = {}
+        for name, function in self.shipped.items():
+            with contextlib.suppress(OSError, TypeError):  # defined at a prompt, or not in Python
+                sources[f"python:{name}"] = inspect.getsource(function)
+        return sources
 
     def _shipped(self, family: str, kind: str) -> Entry:
         name = kind.removeprefix("python:")

@@ -160,6 +160,7 @@ def test_context_is_a_limit(folder: Path, kind: str) -> None:
         (ask("bad", [3], sampled=[-1]), "token -1"),
         (ask("bad", [3], temperature=-1.0), "temperature"),
         (ask("bad", [3], top_p=0.0), "top_p"),
+        (ask("bad", [3], stop=("",)), "empty stop string"),
     ],
 )
 def test_a_request_that_can_never_run_says_why(driver: Driver, request_: object, reason: str) -> None:

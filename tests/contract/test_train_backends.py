@@ -239,7 +239,7 @@ def test_masked_tokens_change_nothing(models: dict[str, Path], make: Make) -> No
 
 def test_an_update_without_weight_or_with_a_broken_loss_is_no_update(models: dict[str, Path], make: Make) -> None:
     batch = make_batch()
-    backend, twin = make(models["llama"]), make(models["llama"])
+    backend, twin = make(models["llama"], micro_batch_tokens=60), make(models["llama"], micro_batch_tokens=60)
     backend.train([batch], ppo_clip)
     twin.train([batch], ppo_clip)
 
@@ -249,8 +249,15 @@ def test_an_update_without_weight_or_with_a_broken_loss_is_no_update(models: dic
     def steep(logp: Tensor, batch: Batch) -> TokenLoss:
         return TokenLoss((logp - logp.detach()).abs().sqrt())  # a loss of 0 whose gradient is infinite
 
+    def raising(logp: Tensor, batch: Batch) -> TokenLoss:
+        if batch.num_tokens < 60:
+            raise ZeroDivisionError
+        return cross_entropy(logp, batch)
+
     for loss in (broken, steep):
         assert backend.train([batch], loss)[0]["skipped"] == 1.0
+    with pytest.raises(ZeroDivisionError):  # in the second pass, after the gradient of the first
+        backend.train([batch], raising)
     for nothing in (batch.with_fields(weight=torch.zeros(batch.num_tokens)), select(batch, [])):
         metrics = backend.train([nothing], ppo_clip)[0]
         assert (metrics["skipped"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0)

@@ -17,7 +17,8 @@ from drumroll.types import Version
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="two-nodes-") as folder:
-        simulated = SimulatedCluster(head_node_args={"num_cpus": 2, "include_dashboard": False, "temp_dir": f"{folder}/a"})
+        head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": f"{folder}/a"}
+        simulated = SimulatedCluster(initialize_head=True, head_node_args=head)
         try:
             simulated.add_node(num_cpus=3, labels={"gpu": "L40S"}, temp_dir=f"{folder}/b")
             print(json.dumps(join(simulated.address)))

@@ -65,7 +65,7 @@ def test_packed_attention_agrees_with_float32_on_the_cpu(dtype: torch.dtype, win
 
     def attend(device: str, dtype: torch.dtype) -> list[Tensor]:
         inputs = [value.to(device, dtype).requires_grad_() for value in copy.deepcopy(states)]
-        layout = PackedLayout.of(lengths, torch.device(device))
+        layout = PackedLayout(lengths, torch.device(device))
         output, _ = packed_attention(module, *inputs, None, packed=layout, scaling=0.2, sliding_window=window)  # type: ignore[misc]
         gradients = torch.autograd.grad(output.float().square().sum(), inputs)
         return [value.float().cpu() for value in (output, *gradients)]

@@ -2,7 +2,7 @@
 
 A pass gives the model one row of T tokens, and a `PackedLayout` that transformers hands through to every attention call:
 
-    model(input_ids [1, T], position_ids [1, T], packed=PackedLayout.of(lengths, device))
+    model(input_ids [1, T], position_ids [1, T], packed=PackedLayout(lengths, device))
 
 `PACKED_ATTENTION` is registered with transformers as an attention function without a mask function, so no mask of T × T is
 ever built. On CUDA in half precision the sequences are attended to where they lie (`torch.nn.attention.varlen`). Elsewhere
@@ -47,32 +47,29 @@ class Bucket:
     """[t] where the bucket's tokens lie in the flattened [rows, width] of the padded batch."""
 
 
-@dataclass
 class PackedLayout:
-    """Where the sequences of one pass lie, and how many attention calls have seen it."""
+    """Where the sequences of one pass lie, and how many attention calls have seen it.
 
-    offsets: Tensor
-    """[N+1] int32 on the device."""
-    max_length: int
-    buckets: list[Bucket]
-    order: Tensor
-    """[T] the tokens, bucket by bucket."""
-    num_calls: int = 0
+    Not a dataclass: FSDP2 would copy one on its way into every layer."""
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         length = np.asarray(lengths, dtype=np.int64)
         start = np.cumsum(length) - length
         size_class = np.ceil(np.log2(np.maximum(length, _NARROW)))  # a padded row is less than twice as wide as its sequence
-        buckets, order = [], []
+        self.buckets: list[Bucket] = []
+        order = []
         for members in (np.flatnonzero(size_class == value) for value in np.unique(size_class)):
             rows, width, size = len(members), int(length[members].max()), length[members]
             place = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
             cells = np.repeat(np.arange(rows) * width, size) + place
-            buckets.append(Bucket(rows, width, torch.from_numpy(cells).to(device)))
+            self.buckets.append(Bucket(rows, width, torch.from_numpy(cells).to(device)))
             order.append(np.repeat(start[members], size) + place)
-        offsets = torch.from_numpy(np.append(start, length.sum())).to(device, torch.int32)
-        return cls(offsets, int(length.max()), buckets, torch.from_numpy(np.concatenate(order)).to(device))
+        self.order = torch.from_numpy(np.concatenate(order)).to(device)
+        """[T] the tokens, bucket by bucket."""
+        self.offsets = torch.from_numpy(np.append(start, length.sum())).to(device, torch.int32)
+        """[N+1]"""
+        self.max_length = int(length.max())
+        self.num_calls = 0
 
     def check(self, num_layers: int, model_type: str) -> None:
         """Refuse a model of which some layer did not attend through here."""

@@ -320,7 +320,7 @@ def _as_ours(error: BaseException, where: str, method: str) -> BaseException:
     if isinstance(error, RayActorError | ActorUnschedulableError):
         return WorkerLost(f"{where}: gone while {method}() was under way. {_reason(error)}")
     if isinstance(error, ObjectLostError):
-        return WorkerLost(f"{where}: an argument or the result of {method}() is lost with the process or node that held it. {_reason(error)}")
+        return WorkerLost(f"{where}: an argument or the result of {method}() is lost with the process that held it. {_reason(error)}")
     if isinstance(error, RayError):
         return WorkerError(f"{where}: {method}() failed. {error}")
     return error

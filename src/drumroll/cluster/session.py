@@ -11,17 +11,18 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 import ray._private.worker
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drumroll.cluster.host import HostInfo
@@ -41,6 +42,7 @@ CPU_ENVIRONMENT = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
 }
 
+CONNECT_S = 5.0
 STOP_S = 3.0
 """Processes of a private Ray that are still there this long after its end are killed."""
 
@@ -103,12 +105,17 @@ class Session:
     def _join(self) -> None:
         address = str(self.config.address)
         try:
+            found = services.canonicalize_bootstrap_address_or_die(address)
+            host, _, port = found.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()  # Ray itself would try for minutes
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except Exception as error:
-            token = " The cluster wants a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or ~/.ray/auth_token."
+            advice = "Is it running, and at this host:port?"
+            if "token" in str(error).casefold():
+                advice = "Give its token in RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token."
             raise UserError(
-                f"`ray.address`: cannot join the Ray cluster at '{address}': {type(error).__name__}: {str(error).splitlines()[0]}."
-                f"{token if 'token' in str(error).casefold() else ' Is it running? Leave the key out for a private Ray.'}"
+                f"`ray.address`: cannot join the Ray cluster '{address}': {type(error).__name__}: {str(error).partition(chr(10))[0]} "
+                f"{advice} Without the key, a private Ray is started."
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -134,9 +141,12 @@ class Session:
 
     @staticmethod
     def _live_nodes() -> list[Mapping[str, Any]]:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        # The head first, then by address: the same cluster always gives the same numbers.
-        return sorted(nodes, key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]))
+        """The head first, then by address: the same cluster always gives the same numbers."""
+
+        def order(node: Mapping[str, Any]) -> tuple[bool, str, str]:
+            return "node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]
+
+        return sorted((node for node in ray.nodes() if node["Alive"]), key=order)
 
     def _node(self, facts: Mapping[str, Any]) -> Node:
         """A live node as the plan sees it: Ray says how many GPUs may be used, the node itself says what they are."""
@@ -202,16 +212,14 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 @contextmanager
 def _fresh_token() -> Iterator[None]:
     """Ray keeps the first token that a process has read; a later session needs its own."""
-    try:
-        from ray._raylet import AuthenticationTokenLoader
-    except ImportError:  # a Ray without tokens
-        yield
-        return
-    AuthenticationTokenLoader.instance().reset_cache()
+    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)  # older versions of Ray have no tokens
+    if loader is not None:
+        loader.instance().reset_cache()
     try:
         yield
     finally:
-        AuthenticationTokenLoader.instance().reset_cache()
+        if loader is not None:
+            loader.instance().reset_cache()
 
 
 @contextmanager

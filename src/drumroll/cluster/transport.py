@@ -31,7 +31,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import ray
 import torch
-import torch.distributed as dist
+import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -41,6 +41,9 @@ from drumroll.cluster.host import seat
 from drumroll.cluster.weights import Cache, Offer, Receipt, Sent, Transport
 from drumroll.errors import WeightSyncError
 from drumroll.types import RankInfo, Version
+
+dist: Any = torch.distributed
+"""Its type stubs lack the stores and groups used here."""
 
 NUM_BUCKETS = 2
 ALIGNMENT = 64
@@ -207,6 +210,7 @@ class _Outbox:
         self.sums: Checksums = {}
         self.num_bytes = 0
         self.broadcast_error = ""
+        self._given_up = False
         self._key = secrets.randbits(62)
         self._fds: list[int] = []
         """The control block and the buckets, where engines share memory."""
@@ -261,6 +265,7 @@ class _Outbox:
         """Send what is left and wait until every engine has read everything."""
         if self._entries:
             self._flush()
+        self._wait_for_engines(0)
         self._control[STATE] = FINISHED
         self._guarded(lambda group: group.send(torch.tensor([END, 0]))[0].wait())
         self._wait_for_engines(self._count)
@@ -271,6 +276,7 @@ class _Outbox:
 
     def fail(self) -> None:
         """Engines that read shared memory see the state; those in the group see the connection close."""
+        self._given_up = True
         self._control[STATE] = FAILED
         self._drop_group()
 
@@ -317,7 +323,7 @@ class _Outbox:
         consumed = self._control[CONSUMED : CONSUMED + self.num_shared]
 
         def ready() -> bool:
-            if self._control[STATE] == FAILED:
+            if self._given_up:
                 raise WeightSyncError("the weight sync was given up.")
             return bool((consumed >= count).all())
 
@@ -413,7 +419,9 @@ class _Inbox:
 class _Group:
     """A collective group of its own: member 0 sends, the others receive."""
 
-    def __init__(self, name: str, rank: int, size: int, address: str, backend: Literal["gloo", "nccl"], device: str, deadline_s: float) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, address: str, backend: Literal["gloo", "nccl"], device: str, deadline_s: float
+    ) -> None:
         self.name = name
         self.rank = rank
         self.size = size
@@ -421,7 +429,7 @@ class _Group:
         self.backend = backend
         self.device = device if backend == "nccl" else "cpu"
         self._timeout = timedelta(seconds=deadline_s)
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None
         self._members: Any = None
 
     @classmethod

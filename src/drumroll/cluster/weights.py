@@ -141,17 +141,18 @@ class WeightSync:
             patience_s=self.deadline_s,
         )
         sends = [self.trainers.submit(rank, "send_weights", offer) for rank in range(self.trainers.world)]
-        receipts = {
-            **{self.engines.submit(rank, "receive_weights", offer, index, "shared_memory", cache): rank for index, rank in enumerate(shared)},
-            **{self.engines.submit(rank, "receive_weights", offer, index, "broadcast", cache): rank for index, rank in enumerate(remote, 1)},
-        }
+        transports: dict[int, Transport] = {rank: "shared_memory" if rank in shared else "broadcast" for rank in targets}
+        receipts: dict[Future[Any], int] = {}
+        for rank in targets:
+            index = shared.index(rank) if rank in shared else remote.index(rank) + 1  # member 0 is the sender
+            receipts[self.engines.submit(rank, "receive_weights", offer, index, transports[rank], cache)] = rank
         sent = self._wait(version, sends, receipts, shared, started + self.deadline_s)
         if sent.broadcast_error or any(rank in self.failed for rank in remote):
             self._group = ""  # broken collectives are never used again
         failed = {rank: self.failed[rank] for rank in targets if rank in self.failed}
         if failed:
-            raise WeightSyncError(f"version {version} did not reach {len(failed)} of {len(targets)} engines.\n" + "\n".join(failed.values()))
-        transports: dict[int, Transport] = {rank: "shared_memory" if rank in shared else "broadcast" for rank in targets}
+            reasons = "\n".join(failed.values())
+            raise WeightSyncError(f"version {version} did not reach {len(failed)} of {len(targets)} engines.\n{reasons}")
         return SyncReport(version, time.monotonic() - started, sent.num_bytes, sent.num_tensors, transports)
 
     def _wait(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Any
 import yaml
 
 from drumroll.errors import RunFolderError
-from drumroll.record.files import write_json, write_text, write_yaml
+from drumroll.record.files import aside, write_json, write_text, write_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,15 @@ class RunFolder:
     root: Path
 
     @classmethod
+    def claim(cls, path: str | Path | None, name: str) -> RunFolder:
+        """A new or empty folder (`runs/<name>-<time>` when `path` is None) that belongs to this run alone from now on."""
+        return cls._fresh(name) if path is None else cls._claim(Path(path))
+
+    @classmethod
     def create(cls, path: str | Path | None, name: str, config: Mapping[str, Any]) -> RunFolder:
-        """Claim a new or empty folder (`runs/<name>-<time>` when `path` is None) and write the resolved config into it."""
-        folder = cls._fresh(name) if path is None else cls._claim(Path(path))
-        write_yaml(folder.config_file, config)
+        """Claim a folder and write the resolved config into it."""
+        folder = cls.claim(path, name)
+        folder.save_config(config)
         return folder
 
     @classmethod
@@ -101,10 +107,36 @@ class RunFolder:
         found = {int(path.name[5:]): path for path in self.root.glob("checkpoints/step-*") if path.name[5:].isdigit()}
         return dict(sorted(found.items()))
 
+    def save_config(self, config: Mapping[str, Any]) -> None:
+        write_yaml(self.config_file, config)
+
     def config(self) -> dict[str, Any]:
         """The resolved config as plain values."""
         config: dict[str, Any] = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
         return config
+
+    def model(self, step: int | None = None) -> Path:
+        """The model of a checkpoint, or the final one; of a run that goes on or was cut short, the newest checkpoint."""
+        known = self.checkpoints()
+        if step is not None:
+            if step not in known:
+                there = ", ".join(map(str, known)) or "none"
+                raise RunFolderError(f"'{self.root}' has no checkpoint of step {step}. Steps with one: {there} (`record.checkpoint_every`).")
+            return known[step]
+        if self.final_model.is_dir():
+            return self.final_model
+        if known:
+            return list(known.values())[-1]
+        raise RunFolderError(f"'{self.root}' has no model yet: the run has not ended, and `record.checkpoint_every` is not set.")
+
+    def export(self, out: Path, step: int | None = None) -> Path:
+        """Copy a model out of the run, whole or not at all; returns where it came from."""
+        source = self.model(step)
+        if out.exists():
+            raise RunFolderError(f"'{out}' exists already, and nothing is overwritten. Choose another folder.")
+        with aside(out) as draft:
+            shutil.copytree(source, draft)
+        return source
 
     def save_plugins(self, sources: Mapping[str, str]) -> None:
         """Keep the sources of plugin files (path as the config names it → text), each under a name that holds its hash."""

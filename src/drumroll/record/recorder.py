@@ -81,9 +81,10 @@ class Recorder:
 
     @contextmanager
     def stage(self, text: str, total: int | None = None) -> Iterator[None]:
-        """Show that something other than a step of RL goes on."""
+        """Show that something other than a step of RL goes on; its time belongs to no step."""
         self._view.stage(text, total)
         yield
+        self._timer.take()
 
     def log_step(
         self,
@@ -128,7 +129,6 @@ class Recorder:
 
     def log_evaluation(self, step: int, samples: Mapping[str, Sequence[SampleInfo]], *, comparison: bool = False) -> None:
         """Results on the held-out tasks by mode; as success where the task knows it, as mean reward otherwise."""
-        self._timer.take()  # an evaluation's time belongs to no step
         scores = {mode: score(of_mode) for mode, of_mode in samples.items()}
         stage: EvalStage = "comparison" if comparison else "before" if step == 0 else "after" if step == self._steps else "during"
         extra = {f"{mode}_{name}": value for mode, of_mode in samples.items() for name, value in sample_metrics(of_mode).items()}

@@ -31,15 +31,15 @@ def test_ppo_clip(scored: tuple[torch.Tensor, Batch]) -> None:
     outcome = ppo_clip(logp, batch, clip_low=0.1, clip_high=0.3)
     assert batch.advantages is not None
     assert batch.old_logp is not None
-    values = logp.tolist()
+    values, losses = logp.tolist(), outcome.loss.tolist()
     for t in range(batch.num_tokens):
         if not batch.loss_mask[t]:
-            assert outcome.loss[t] == 0
+            assert losses[t] == 0
             continue
         ratio = math.exp(values[t] - float(batch.old_logp[t]))
         advantage = float(batch.advantages[t])
         clipped = min(max(ratio, 0.9), 1.3)
-        assert float(outcome.loss[t]) == pytest.approx(-min(ratio * advantage, clipped * advantage), rel=1e-5)
+        assert losses[t] == pytest.approx(-min(ratio * advantage, clipped * advantage), rel=1e-5)
         assert bool(outcome.metrics["clip_fraction"][t]) == (clipped * advantage < ratio * advantage)
         assert float(outcome.metrics["ratio"][t]) == pytest.approx(ratio, rel=1e-5)
         assert float(outcome.metrics["approx_kl"][t]) == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-5)

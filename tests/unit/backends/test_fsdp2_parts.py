@@ -25,7 +25,7 @@ from drumroll.types import RankInfo
 def test_packed_attention_is_attention_of_each_sequence_alone(lengths: list[int], window: int | None, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(1, heads, sum(lengths), 4, generator=generator) for heads in (4, 2, 2))
-    layout = PackedLayout.of(lengths, torch.device("cpu"))
+    layout = PackedLayout(lengths, torch.device("cpu"))
     output, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packed=layout, scaling=0.3, sliding_window=window)
     start = 0
     for length in lengths:
@@ -40,7 +40,7 @@ def test_packed_attention_is_attention_of_each_sequence_alone(lengths: list[int]
 
 def test_attention_refuses_what_it_would_get_wrong() -> None:
     states = torch.zeros(1, 1, 2, 4)
-    layout = PackedLayout.of([2], torch.device("cpu"))
+    layout = PackedLayout([2], torch.device("cpu"))
     for wrong in ({"softcap": 30.0, "packed": layout}, {"s_aux": states, "packed": layout}, {"packed": None}):
         with pytest.raises(ModelError, match="cannot attend to packed sequences"):
             packed_attention(torch.nn.Identity(), states, states, states, None, **wrong)

@@ -2,9 +2,9 @@
 
     update ─► micro-batches of packed trajectories ─► forward, loss, backward each ─► clip ─► AdamW
 
-Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, a rank that has
-run out of trajectories with weight 0, so that their collectives match. A single float32 rank on a CPU is not wrapped: it
-has nothing to share, and FSDP2's bookkeeping would cost a tiny model more than a fifth of its step.
+Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, so that their
+collectives match: one that has run out of trajectories passes a placeholder of weight 0. A single float32 rank on a CPU is
+not wrapped: it has nothing to share, and FSDP2's bookkeeping costs a tiny model between a fifth and a half of its step.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Fsdp2(TrainBackend):
         metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "num_tokens": float(num_tokens), "skipped": 1.0}
         if weight == 0.0:
             return metrics
+        self._optimizer.zero_grad(set_to_none=True)  # a loss that raised may have left some behind
         sums: dict[str, Tensor] = {}
         for number in range(num_passes):
             self._reduce_gradients(self.config.reduce_every_pass or number == num_passes - 1)
@@ -170,7 +171,7 @@ class Fsdp2(TrainBackend):
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
         targets = batch.token_ids[rows].to(self._device)
         rows = rows.to(self._device)
-        layout = PackedLayout.of(batch.lengths, self._device)
+        layout = PackedLayout(batch.lengths, self._device)
         output = self._model(
             input_ids=batch.token_ids[None].to(self._device),
             position_ids=batch.position_ids[None].to(self._device),
@@ -217,6 +218,7 @@ class Fsdp2(TrainBackend):
         )
 
     def recall(self, name: str) -> None:
+        assert name in self._memories, f"nothing is remembered as '{name}': {sorted(self._memories)}"
         memory = self._memories[name]
         self.set_schedule(memory.peak_lr, memory.total_updates)
         self._num_updates = memory.update
@@ -286,7 +288,9 @@ class Fsdp2(TrainBackend):
     def _load(self) -> Any:
         """The model on the CPU, in float32, without dropout, attending to packed sequences."""
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # a worker's standard error is a log
         register_packed_attention()
         try:
             self._source_config = AutoConfig.from_pretrained(self.model_folder, local_files_only=True)

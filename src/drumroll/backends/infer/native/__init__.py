@@ -222,21 +222,23 @@ class Native(InferBackend):
         num_tokens = len(request.token_ids) + len(request.sampled)
         if request.id in self._open:
             return f"request '{request.id}' is already in the engine. Give every request an id of its own."
-        if not request.token_ids:
+        if not len(request.token_ids):
             return f"request '{request.id}' has no prompt tokens. A reply needs at least one token to follow."
         if num_tokens >= runner.context:
             return (
                 f"request '{request.id}' has {num_tokens} tokens, which leaves no room in a context of {runner.context}. "
                 f"Shorten it, or raise engine.context_tokens."
             )
-        strange = next((i for i in (*request.token_ids, *request.sampled) if not 0 <= i < runner.vocab_size), None)
-        if strange is not None:
-            return f"request '{request.id}' holds token {strange}, expected 0 to {runner.vocab_size - 1}. Was another tokenizer used?"
+        for token in (min(*request.token_ids, 0, *request.sampled), max(*request.token_ids, 0, *request.sampled)):
+            if not 0 <= token < runner.vocab_size:
+                return f"request '{request.id}' holds token {token}, expected 0 to {runner.vocab_size - 1}. Was another tokenizer used?"
         if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
             return (
                 f"request '{request.id}': got temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}; expected "
                 f"temperature >= 0, 0 < top_p <= 1, top_k >= 0."
             )
+        if "" in sampling.stop:
+            return f"request '{request.id}' has an empty stop string, which would end every reply at once. Remove it."
         if sampling.stop and self._decode_text is None:
             return f"request '{request.id}' has stop strings, but {self._no_tokenizer}"
         return ""
@@ -283,7 +285,7 @@ class Native(InferBackend):
                 self._finished += [entry.take_fresh("error", str(reason)) for entry in self._open.values()]
         with self._changed:
             self._open.clear()
-            for call in self._calls:
+            for call in list(self._calls):
                 if not call.done():
                     call.set_exception(self._stopped or WorkerError("the native engine stopped."))
             self._wake_pollers()

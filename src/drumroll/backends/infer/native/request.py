@@ -39,7 +39,7 @@ class Request:
     ) -> Request:
         return cls(
             id=request.id,
-            tokens=[*request.token_ids, *request.sampled],
+            tokens=[int(token) for token in (*request.token_ids, *request.sampled)],
             num_prompt_tokens=len(request.token_ids),
             sampling=request.sampling,
             seed=request.seed,
