@@ -310,6 +310,19 @@ class RankInfo:
     """`host:port` where the role's ranks meet; empty when there is one rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate over a phase of training."""
+
+    lr: float
+    """The peak."""
+    total_updates: int
+    """Where a decay ends."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_updates: int = 0
+    min_lr_ratio: float = 0.0
+
+
 def sample_seed(root_seed: int, *parts: str | int) -> int:
     """A 63-bit seed that depends on every part and on nothing else: the same on every machine and in every process."""
     text = "\x1f".join([str(root_seed), *map(str, parts)])

@@ -26,7 +26,7 @@ from drumroll.config.models import TrainerConfig
 from drumroll.errors import ModelError, RunFolderError
 from drumroll.registry import REGISTRY
 from drumroll.text.packing import pack_demonstrations, select
-from drumroll.types import Batch, RankInfo, TokenLoss
+from drumroll.types import Batch, RankInfo, Schedule, TokenLoss
 
 VOCABULARY = 40
 LR = 3e-3
@@ -83,8 +83,9 @@ def make_backend(
 ) -> TrainBackend:
     entry = REGISTRY.lookup("train_backend", kind)
     config = entry.schema(TrainerConfig).model_validate({"kind": kind, "lr": LR, "eps": EPS, **options})
-    backend: TrainBackend = entry.target(config, folder, dtype, total_updates, 0)
+    backend: TrainBackend = entry.target(config, folder, dtype, 0)
     backend.setup(rank or RankInfo("actor_train", 0, 1, "cpu"))
+    backend.begin(config.resolve_schedule(total_updates))
     return backend
 
 
@@ -193,7 +194,8 @@ def test_updates_are_those_of_plain_torch(name: str, options: dict[str, Any], mo
         assert metrics[number]["loss"] == pytest.approx(total.item(), rel=1e-4)
         assert metrics[number]["grad_norm"] == pytest.approx(norm, rel=1e-3)
         assert metrics[number]["lr"] == pytest.approx(lr)
-        assert metrics[number]["num_tokens"] == int(batch.loss_mask.sum())
+        assert metrics[number]["num_tokens"] == batch.num_tokens
+        assert metrics[number]["num_loss_tokens"] == int(batch.loss_mask.sum())
         assert metrics[number]["skipped"] == 0.0
         assert metrics[number]["ratio"] == pytest.approx(1.0)
         assert metrics[number]["kl"] > 0
@@ -291,12 +293,12 @@ def test_remember_recall_and_a_new_schedule(models: dict[str, Path], make: Make)
     for name, tensor in backend.weights():
         assert torch.equal(tensor, end[name]), name
 
-    backend.set_schedule(1e-4, 2)
+    backend.begin(Schedule(1e-4, 2, "cosine"))
     assert [metrics["lr"] for metrics in backend.train([first, first], cross_entropy)] == pytest.approx([1e-4, 0.0])
     fresh = make(models["qwen2"])
-    fresh.set_schedule(LR, 1)
+    fresh.begin(Schedule(LR, 1))
     backend.recall("start")
-    backend.set_schedule(LR, 1)
+    backend.begin(Schedule(LR, 1))
     for each in (fresh, backend):
         each.train([first], cross_entropy)
     for (name, tensor), (_, expected) in zip(backend.weights(), fresh.weights(), strict=True):

@@ -137,6 +137,11 @@ class TestReferences:
     def test_a_list_becomes_one_ref_for_each_element(self, echo: Cluster) -> None:
         parts = echo.refs(0, 2, "split", 2)
         assert echo.shards("add", parts) == [[0, 0], [0, 1]]
+        (only,) = echo.refs(1, 1, "split", 1)
+        only.wait()
+        assert asyncio.run(only.value()) == [1, 0]
+        with pytest.raises(WorkerError, match=r"environment rank 1 on node \w+: no answer to nap\(\) within 0.1 s"):
+            echo.ref(1, "nap", 0.3).wait(deadline_s=0.1)
         with pytest.raises(WorkerError, match="was to return a list of 3 values and returned 2 values"):
             echo.refs(0, 3, "split", 2)[0].fetch()
 
@@ -169,9 +174,9 @@ class TestErrors:
     def test_failures_while_starting_name_the_rank(self, session: Session) -> None:
         with pytest.raises(WorkerError, match=r"reward rank 1 .* raised ValueError: this rank cannot be built"):
             Cluster.launch(session, placements("reward", ["local", "local"]), ECHO, kwargs={"fail_rank": 1})
-        session.config = session.config.model_copy(update={"start_timeout_s": 4.0})
+        session.config = session.config.model_copy(update={"start_timeout_s": 2.0})
         try:
-            with pytest.raises(WorkerError, match=r"reward rank 0 on node \w+: no answer to start\(\) within .*start_timeout_s"):
+            with pytest.raises(WorkerError, match=r"reward rank 0 on node \w+: no answer to \S+\(\) within .*start_timeout_s"):
                 Cluster.launch(session, placements("reward", ["local"]), ECHO, kwargs={"hang_rank": 0})
         finally:
             session.config = session.config.model_copy(update={"start_timeout_s": 120.0})

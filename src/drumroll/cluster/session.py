@@ -75,6 +75,7 @@ class Session:
             raise UserError("this process is connected to Ray already. Call `ray.shutdown()` first.")
         try:
             self._stack.enter_context(_quiet())
+            self._stack.enter_context(_environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}))  # of results that nobody asks for any more
             with _own_sigterm():
                 self._start() if self.private else self._join()
         except BaseException as error:
@@ -83,7 +84,8 @@ class Session:
         return self
 
     def _start(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="drumroll-ray-")
+        # Sockets have paths of at most 107 characters, and Ray adds about 70.
+        self.folder = tempfile.mkdtemp(prefix="drumroll-ray-", dir=None if len(tempfile.gettempdir()) < 15 else "/tmp")
         # A token of its own: none is written into the home folder, and nobody else's is needed.
         self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
         self._stack.enter_context(_fresh_token())
@@ -98,7 +100,7 @@ class Session:
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=self.folder,
+                _temp_dir=os.path.join(self.folder, "ray"),  # Ray opens its folder to everybody; the one around it stays closed
                 _system_config={"prestart_worker_first_driver": False},  # every worker has its own environment
             )
 
@@ -130,7 +132,9 @@ class Session:
             finally:
                 _end(self._local_pids)
                 self._stack.close()
-                if self.folder is not None and not isinstance(error, WorkerError):
+                if self.folder is not None and isinstance(error, WorkerError):
+                    error.add_note(f"The workers' logs are kept in {self.folder}.")
+                elif self.folder is not None:
                     shutil.rmtree(self.folder, ignore_errors=True)
 
     def pool(self) -> Pool:

@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from drumroll.errors import PluginError
 from drumroll.registry import REGISTRY, Options, Variant
-from drumroll.types import Sampling
+from drumroll.types import Sampling, Schedule
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
@@ -176,24 +176,32 @@ class KlConfig(Options):
     """k1: log-ratio; k2: half its square; k3: the unbiased positive one."""
 
 
-class TrainerConfig(Variant):
-    """Base of every training backend's options: the optimizer and the size of its bites."""
+class ScheduleOptions(Options):
+    """The learning rate over a phase of training."""
 
-    kind: str = "fsdp2"
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's decay rates."""
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up: nothing, or a decay to `min_lr_ratio` at the last update."""
     warmup_updates: NonNegativeInt = 0
     """Updates over which the learning rate rises from 0."""
     min_lr_ratio: Fraction = 0.0
     """Where a decay ends, as a share of `lr`."""
+
+    def resolve_schedule(self, total_updates: int) -> Schedule:
+        return Schedule(self.lr, total_updates, self.schedule, self.warmup_updates, self.min_lr_ratio)
+
+
+class TrainerConfig(Variant, ScheduleOptions):
+    """Base of every training backend's options: the optimizer and the size of its bites."""
+
+    kind: str = "fsdp2"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens in one forward and backward pass; a longer trajectory gets a pass of its own."""
     gradient_checkpointing: bool = False
@@ -233,8 +241,8 @@ class AlgoConfig(Options):
     """Passes over each step's trajectories."""
 
 
-class SftConfig(Options):
-    """Supervised fine-tuning on demonstrations: rows with a prompt and a completion."""
+class SftConfig(ScheduleOptions):
+    """Supervised fine-tuning on demonstrations: rows with a prompt and a completion. Its learning rate is its own."""
 
     data: SourceConfig
     completion_field: str = "completion"
@@ -243,8 +251,8 @@ class SftConfig(Options):
     """Optimizer updates."""
     batch_size: PositiveInt = 64
     """Demonstrations in one update."""
-    lr: PositiveFloat | None = None
-    """Learning rate of this phase; `trainer.lr` otherwise."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
 
 
 class WarmupConfig(SftConfig):

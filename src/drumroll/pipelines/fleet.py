@@ -86,7 +86,7 @@ class Fleet:
         """Trainers and the assembler, side by side."""
         demonstrations = self._demonstrations(cfg.sft, cfg)
         self._start_together(
-            trainers=lambda: self._trainers("actor_train", self._model_folder, total_updates=cfg.sft.steps),
+            trainers=lambda: self._trainers("actor_train", self._model_folder),
             assembler=lambda: self._assembler(demonstrations=demonstrations),
         )
 
@@ -96,7 +96,7 @@ class Fleet:
         algo = cfg.algo.model_dump(mode="json")
         budget = cfg.rollout.sampling.max_new_tokens
         self._start_together(
-            trainers=lambda: self._trainers("actor_train", self._model_folder, total_updates=self._rl_updates(cfg), algo=algo),
+            trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
             engines=lambda: self._engines(cfg),
             environments=lambda: self._environments(cfg),
             assembler=lambda: self._assembler(demonstrations=demonstrations, algo=algo, constant_length=budget),
@@ -112,17 +112,18 @@ class Fleet:
 
     def begin_sft(self, cfg: SftConfig) -> None:
         """The trainers start a phase of supervised fine-tuning."""
-        self.trainers.all("set_schedule", cfg.lr or self._cfg.trainer.lr, cfg.steps)
+        self.trainers.all("begin", cfg.resolve_schedule(cfg.steps))
 
     def begin_rl(self, cfg: RlConfig) -> None:
         """The trainers start the phase of RL; the reference, where there is one, starts from the weights of this moment."""
-        self.trainers.all("set_schedule", cfg.trainer.lr, self._rl_updates(cfg))
+        updates = cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step
+        self.trainers.all("begin", cfg.trainer.resolve_schedule(updates))
         if self._plan.workers("reference"):
             start = self._model_folder
             if cfg.warmup:
                 start = self._folder.root / "model" / "reference"
                 self.export(start)
-            self.reference = self._trainers("reference", start, total_updates=1)
+            self.reference = self._trainers("reference", start)
 
     # The verbs of a step.
 
@@ -257,10 +258,6 @@ class Fleet:
     def _several_updates(self) -> bool:
         """Whether a step's later updates need to know where the first one started."""
         return isinstance(self._cfg, RlConfig) and self._cfg.algo.updates_per_step * self._cfg.algo.epochs_per_step > 1
-
-    @staticmethod
-    def _rl_updates(cfg: RlConfig) -> int:
-        return cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step
 
     def _dtype(self, role: Role) -> str:
         if self._cfg.model.dtype != "auto":

@@ -15,7 +15,7 @@ from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.cluster.transport import SendsWeights
 from drumroll.config.models import AlgoConfig, TrainerConfig
 from drumroll.registry import REGISTRY
-from drumroll.types import Batch, RankInfo
+from drumroll.types import Batch, RankInfo, Schedule
 
 
 class TrainWorker(SendsWeights):
@@ -28,14 +28,13 @@ class TrainWorker(SendsWeights):
         trainer: dict[str, Any],
         model_folder: str,
         dtype: str,
-        total_updates: int,
         seed: int,
         algo: dict[str, Any] | None = None,
     ) -> None:
         entry = REGISTRY.lookup("train_backend", trainer["kind"])
         config = entry.schema(TrainerConfig).model_validate(trainer)
         self.rank = rank
-        self.backend: TrainBackend = entry.target(config, Path(model_folder), dtype, total_updates, seed)
+        self.backend: TrainBackend = entry.target(config, Path(model_folder), dtype, seed)
         self.backend.setup(rank)
         self._loss = build_algorithm(AlgoConfig.model_validate(algo)).loss if algo is not None else cross_entropy
 
@@ -55,8 +54,8 @@ class TrainWorker(SendsWeights):
         with torch.no_grad():
             return float(-self.backend.logprobs(batch)[batch.loss_mask].sum()), int(batch.loss_mask.sum())
 
-    def set_schedule(self, lr: float, total_updates: int) -> None:
-        self.backend.set_schedule(lr, total_updates)
+    def begin(self, schedule: Schedule) -> None:
+        self.backend.begin(schedule)
 
     def remember(self, name: str) -> None:
         self.backend.remember(name)

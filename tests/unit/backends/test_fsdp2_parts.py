@@ -72,9 +72,10 @@ def test_scoring_in_chunks_is_scoring_at_once(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_learning_rate(schedule: str, expected: list[float]) -> None:
-    config = TrainerConfig.model_validate({"schedule": schedule, "warmup_updates": 2, "min_lr_ratio": 0.1})
-    assert [learning_rate(config, 2.0, update, 6) / 2.0 for update in range(6)] == pytest.approx(expected)
-    assert learning_rate(config, 2.0, 1000, 6) / 2.0 == pytest.approx(expected[-1]), "it stays where it ended"
+    config = TrainerConfig.model_validate({"lr": 2.0, "schedule": schedule, "warmup_updates": 2, "min_lr_ratio": 0.1})
+    resolved = config.resolve_schedule(6)
+    assert [learning_rate(resolved, update) / 2.0 for update in range(6)] == pytest.approx(expected)
+    assert learning_rate(resolved, 1000) / 2.0 == pytest.approx(expected[-1]), "it stays where it ended"
 
 
 def test_one_rank_needs_no_network() -> None:

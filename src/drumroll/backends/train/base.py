@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drumroll.algo.loss import Loss
 from drumroll.config.models import TrainerConfig
-from drumroll.types import Batch, RankInfo
+from drumroll.types import Batch, RankInfo, Schedule
 
 __all__ = ["Loss", "Metrics", "TrainBackend"]
 
@@ -24,12 +24,11 @@ Metrics = dict[str, float]
 class TrainBackend(ABC):
     """One rank of a trained model."""
 
-    def __init__(self, config: TrainerConfig, model_folder: Path, dtype: str, total_updates: int, seed: int) -> None:
-        """`dtype` is what passes compute in (`float32`, `bfloat16`); `total_updates` is where schedules end."""
+    def __init__(self, config: TrainerConfig, model_folder: Path, dtype: str, seed: int) -> None:
+        """`dtype` is what passes compute in (`float32`, `bfloat16`)."""
         self.config = config
         self.model_folder = model_folder
         self.dtype = dtype
-        self.total_updates = total_updates
         self.seed = seed
 
     @abstractmethod
@@ -68,8 +67,8 @@ class TrainBackend(ABC):
         """Go back to a remembered state."""
 
     @abstractmethod
-    def set_schedule(self, lr: float, total_updates: int) -> None:
-        """Start a new phase: fresh optimizer state, this peak learning rate, update count from 0."""
+    def begin(self, schedule: Schedule) -> None:
+        """Start a phase of training, before its first update: fresh optimizer state, updates counted from 0."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

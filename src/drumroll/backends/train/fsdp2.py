@@ -36,7 +36,7 @@ from drumroll.config.models import TrainerConfig
 from drumroll.errors import ModelError, RunFolderError
 from drumroll.registry import register
 from drumroll.text.packing import micro_batches, pack_demonstrations, select, token_indices
-from drumroll.types import Batch, RankInfo
+from drumroll.types import Batch, RankInfo, Schedule
 
 _LOGITS_PER_CHUNK = 2**27
 """Logits whose float32 copies are held at the same time: half a GiB each."""
@@ -52,9 +52,8 @@ class Memory:
     weights: list[Tensor]
     moments: list[dict[str, Tensor]]
     """AdamW's state of each parameter; empty before the first update."""
+    schedule: Schedule | None
     update: int
-    peak_lr: float
-    total_updates: int
 
 
 @register.train_backend("fsdp2")
@@ -88,7 +87,9 @@ class Fsdp2(TrainBackend):
         self._tensors = {name: tensors[name] for name in names}
         self._parameters = list(self._model.parameters())
         self._memories: dict[str, Memory] = {}
-        self.set_schedule(self.config.lr, self.total_updates)
+        self._schedule: Schedule | None = None
+        self._num_updates = 0
+        self._optimizer = self._fresh_optimizer()
         with torch.no_grad():  # refuses a model that cannot be trained before anything depends on it
             self._score(_placeholder())
         self._reshard()
@@ -108,18 +109,21 @@ class Fsdp2(TrainBackend):
     def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
         plans = [micro_batches(batch.lengths, self.config.micro_batch_tokens) for batch in updates]
         mine = [
-            (len(plan), float(batch.weight.abs().sum()), int(batch.loss_mask.sum())) for plan, batch in zip(plans, updates, strict=True)
+            (len(plan), float(batch.weight.abs().sum()), int(batch.loss_mask.sum()), batch.num_tokens)
+            for plan, batch in zip(plans, updates, strict=True)
         ]
-        metrics = []
+        metrics: list[Metrics] = []
         for batch, plan, *shards in zip(updates, plans, *self._group.gather(mine), strict=True):
-            passes, weights, tokens = zip(*shards, strict=True)
-            metrics.append(self._update(batch, plan, max(passes), sum(weights), sum(tokens), loss))
+            passes, weights, loss_tokens, tokens = zip(*shards, strict=True)
+            update = self._update(batch, plan, max(passes), sum(weights), sum(loss_tokens), loss)
+            metrics.append({**update, "num_tokens": float(sum(tokens)), "num_loss_tokens": float(sum(loss_tokens))})
         return metrics
 
     def _update(self, batch: Batch, plan: list[list[int]], num_passes: int, weight: float, num_tokens: int, loss: Loss) -> Metrics:
-        """One optimizer update; `num_passes`, `weight` and `num_tokens` are those of all ranks together."""
-        lr = learning_rate(self.config, self._peak_lr, self._num_updates, self._total_updates)
-        metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "num_tokens": float(num_tokens), "skipped": 1.0}
+        """One optimizer update; `num_passes`, `weight` and `num_tokens` (of the loss) are those of all ranks together."""
+        assert self._schedule is not None, "begin comes before train"
+        lr = learning_rate(self._schedule, self._num_updates)
+        metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped": 1.0}
         if weight == 0.0:
             return metrics
         self._optimizer.zero_grad(set_to_none=True)  # a loss that raised may have left some behind
@@ -212,27 +216,30 @@ class Fsdp2(TrainBackend):
                 {key: _local(value).to("cpu", copy=True) for key, value in self._optimizer.state.get(parameter, {}).items()}
                 for parameter in self._parameters
             ],
+            schedule=self._schedule,
             update=self._num_updates,
-            peak_lr=self._peak_lr,
-            total_updates=self._total_updates,
         )
 
     def recall(self, name: str) -> None:
         assert name in self._memories, f"nothing is remembered as '{name}': {sorted(self._memories)}"
         memory = self._memories[name]
-        self.set_schedule(memory.peak_lr, memory.total_updates)
-        self._num_updates = memory.update
+        self._schedule, self._num_updates = memory.schedule, memory.update
+        self._optimizer = self._fresh_optimizer()
         for parameter, weight, moments in zip(self._parameters, memory.weights, memory.moments, strict=True):
             _local(parameter).copy_(weight)
             for key, value in moments.items():
                 self._optimizer.state[parameter][key] = restored = _blank(parameter, value)
                 _local(restored).copy_(value)
 
-    def set_schedule(self, lr: float, total_updates: int) -> None:
-        self._peak_lr, self._total_updates, self._num_updates = lr, total_updates, 0
-        self._optimizer = torch.optim.AdamW(
+    def begin(self, schedule: Schedule) -> None:
+        self._schedule, self._num_updates = schedule, 0
+        self._optimizer = self._fresh_optimizer()
+
+    def _fresh_optimizer(self) -> torch.optim.AdamW:
+        """Each update sets its own learning rate."""
+        return torch.optim.AdamW(
             self._parameters,
-            lr=lr,
+            lr=self.config.lr,
             betas=self.config.betas,
             eps=self.config.eps,
             weight_decay=self.config.weight_decay,
