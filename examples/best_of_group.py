@@ -1,7 +1,7 @@
 """Your own advantage estimator: a pure function of the batch that returns one number per trajectory, or one per token.
 
-    plugins: [./examples/best_of_group.py]
-    algo: {advantage: {kind: best_of_group, margin: 0.1}}
+plugins: [./examples/best_of_group.py]
+algo: {advantage: {kind: best_of_group, margin: 0.1}}
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Your own environment: a small class, built anew for every episode.
 
-    plugins: [./examples/guess_number.py]
-    env: {kind: guess_number, high: 9}
-    rollout: {max_turns: 3}
+plugins: [./examples/guess_number.py]
+env: {kind: guess_number, high: 9}
+rollout: {max_turns: 3}
 """
 
 from drumroll import Task, register

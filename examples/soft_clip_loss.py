@@ -1,7 +1,7 @@
 """Your own loss: log-probabilities with gradient and the batch in, one loss per token out. The trainer does the rest.
 
-    plugins: [./examples/soft_clip_loss.py]
-    algo: {loss: {kind: soft_clip, softness: 0.2}}
+plugins: [./examples/soft_clip_loss.py]
+algo: {loss: {kind: soft_clip, softness: 0.2}}
 """
 
 import torch
@@ -12,7 +12,8 @@ from drumroll import Batch, TokenLoss, register
 @register.loss("soft_clip")
 def soft_clip(logp_T: torch.Tensor, batch: Batch, *, softness: float = 0.2) -> TokenLoss:
     """Policy gradient whose pull fades smoothly as the ratio to the old policy leaves 1."""
-    assert batch.old_logp is not None and batch.advantages is not None
+    assert batch.old_logp is not None
+    assert batch.advantages is not None
     log_ratio_T = logp_T - batch.old_logp
     pull_T = softness * torch.tanh(log_ratio_T / softness)
     return TokenLoss(-batch.advantages * pull_T, {"ratio": log_ratio_T.detach().exp()})

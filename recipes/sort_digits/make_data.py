@@ -1,6 +1,6 @@
 """Writes the quickstart's tasks: sort four digits. Held-out tasks, demonstrations and training tasks share no prompt.
 
-    python recipes/sort_digits/make_data.py
+python recipes/sort_digits/make_data.py
 """
 
 import json

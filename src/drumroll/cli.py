@@ -18,10 +18,13 @@ from rich.console import Console
 
 from drumroll.errors import DrumrollError, UserError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning of language models and agents.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning of language models and agents."
+)
 
 Inputs = Annotated[
-    list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE...]", help="YAML files, merged left to right, then overrides such as trainer.lr=3e-4.")
+    list[str],
+    typer.Argument(metavar="CONFIG... [KEY=VALUE...]", help="YAML files, merged left to right, then overrides such as trainer.lr=3e-4."),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
@@ -46,7 +49,9 @@ def check(inputs: Inputs) -> None:
 @app.command()
 def plan(
     inputs: Inputs,
-    pool: Annotated[str | None, typer.Option(help="Plan for a cluster that is not here: nodes x devices x memory, for example 4x8x80GiB.")] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="Plan for a cluster that is not here: nodes x devices x memory, for example 4x8x80GiB.")
+    ] = None,
 ) -> None:
     """Print which role gets which devices, without starting anything."""
     from drumroll.pipelines.job import plan_for
@@ -100,7 +105,9 @@ def show(
 
 @app.command(name="list")
 def list_registered(
-    family: Annotated[str | None, typer.Argument(help="env, reward, advantage, loss, infer_backend or train_backend; all otherwise.")] = None,
+    family: Annotated[
+        str | None, typer.Argument(help="env, reward, advantage, loss, infer_backend or train_backend; all otherwise.")
+    ] = None,
     plugins: Annotated[list[str] | None, typer.Option("--plugin", help="Module or file to import first.")] = None,
 ) -> None:
     """Name every registered backend, environment, reward, advantage and loss."""
@@ -155,6 +162,6 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    Console(stderr=True).print(f"[bold red]drumroll:[/] ", end="")
+    Console(stderr=True).print("[bold red]drumroll:[/] ", end="")
     print(message, file=sys.stderr)
     sys.exit(code)

@@ -22,7 +22,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -46,6 +46,9 @@ class Variant(Options):
     """Registered name, `package.module:name`, or `./file.py:name`."""
 
 
+V = TypeVar("V", bound=Variant)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One registered function or class."""
@@ -60,7 +63,7 @@ class Entry:
     def summary(self) -> str:
         return (inspect.getdoc(self.target) or "").split("\n")[0]
 
-    def schema(self, base: type[Variant]) -> type[Variant]:
+    def schema(self, base: type[V]) -> type[V]:
         """The option model: the class's own `Config`, or one made from the function's keyword-only arguments."""
         nested = getattr(self.target, "Config", None)
         if isinstance(nested, type) and issubclass(nested, BaseModel):
@@ -70,8 +73,8 @@ class Entry:
         return _schema_of(self.target, self.name, base)
 
 
-@lru_cache(maxsize=None)  # one class for each function, so that equal options compare equal
-def _schema_of(function: Callable[..., Any], name: str, base: type[Variant]) -> type[Variant]:
+@cache  # one class for each function, so that equal options compare equal
+def _schema_of(function: Callable[..., Any], name: str, base: type[V]) -> type[V]:
     hints = get_type_hints(inspect.unwrap(function)) if inspect.isfunction(function) else {}
     options: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -184,7 +187,9 @@ class Registry:
                 return own[0]
             functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and n[0] != "_"]
             if len(functions) != 1:
-                raise PluginError(f"'{kind}' holds {len(functions)} functions ({', '.join(functions) or 'none'}): say which, as '{kind}:name'.")
+                raise PluginError(
+                    f"'{kind}' holds {len(functions)} functions ({', '.join(functions) or 'none'}): say which, as '{kind}:name'."
+                )
             name = functions[0]
         target = getattr(module, name, None)
         if not callable(target):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -233,7 +234,7 @@ class Batch:
     def lengths(self) -> list[int]:
         """Tokens of each trajectory."""
         bounds = self.offsets.tolist()
-        return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        return [end - start for start, end in pairwise(bounds)]
 
     def with_fields(self, **changes: Any) -> Self:
         return replace(self, **changes)

@@ -47,7 +47,9 @@ def test_imports_point_down(path: Path) -> None:
         if parts[0] == "ray":
             assert own == "cluster", f"{path.name} imports ray; only cluster/ may"
         if parts[0] == "drumroll" and len(parts) > 1 and parts[1] in LAYERS and parts[1] != own:
-            assert LAYERS[parts[1]] < LAYERS[own] or LAYERS[own] == 0, f"{own} (layer {LAYERS[own]}) imports {name} (layer {LAYERS[parts[1]]})"
+            assert LAYERS[parts[1]] < LAYERS[own] or LAYERS[own] == 0, (
+                f"{own} (layer {LAYERS[own]}) imports {name} (layer {LAYERS[parts[1]]})"
+            )
 
 
 def test_the_cluster_hosts_workers_without_importing_them() -> None:

@@ -181,8 +181,10 @@ class Session:
 
     def environment(self, placement: Placement) -> dict[str, str]:
         """Variables that must be there before the worker's process starts."""
-        node = self.pool().by_id[placement.node]
-        visible = [node.device_id(device.local) for device in placement.devices] if placement.kind == "gpu" else []
+        visible: list[str] = []
+        if placement.kind == "gpu":
+            node = self.pool().by_id[placement.node]
+            visible = [node.device_id(device.local) for device in placement.devices]
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(visible),
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray leaves the line above alone

@@ -60,10 +60,10 @@ END, GONE = -1, 2**62
 class SendsWeights:
     """For the trainer's worker class.
 
-        class TrainWorker(SendsWeights):
-            def __init__(self, rank: RankInfo, ...) -> None:
-                self.rank = rank
-                self.backend = ...     # its `weights()` is collective: every rank iterates, rank 0 sends
+    class TrainWorker(SendsWeights):
+        def __init__(self, rank: RankInfo, ...) -> None:
+            self.rank = rank
+            self.backend = ...     # its `weights()` is collective: every rank iterates, rank 0 sends
     """
 
     rank: RankInfo
@@ -128,10 +128,10 @@ class SendsWeights:
 class ReceivesWeights:
     """For the engine's worker class.
 
-        class InferWorker(ReceivesWeights):
-            def __init__(self, rank: RankInfo, ...) -> None:
-                self.rank = rank
-                self.backend = ...     # an InferBackend
+    class InferWorker(ReceivesWeights):
+        def __init__(self, rank: RankInfo, ...) -> None:
+            self.rank = rank
+            self.backend = ...     # an InferBackend
     """
 
     rank: RankInfo

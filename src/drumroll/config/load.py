@@ -1,6 +1,6 @@
 """From YAML files and dotted overrides to a checked config, or to one `ConfigError` that lists everything wrong with it.
 
-    defaults < files, left to right < overrides such as `trainer.lr=3e-4`
+defaults < files, left to right < overrides such as `trainer.lr=3e-4`
 """
 
 from __future__ import annotations

@@ -229,8 +229,8 @@ EngineChoice = Annotated[SerializeAsAny[EngineConfig], VariantOf("infer_backend"
 class AlgoConfig(Options):
     """How rewards become an update."""
 
-    advantage: AdvantageChoice = Field(default={"kind": "grpo"}, validate_default=True)  # type: ignore[assignment]
-    loss: LossChoice = Field(default={"kind": "ppo_clip"}, validate_default=True)  # type: ignore[assignment]
+    advantage: AdvantageChoice = Field(default={"kind": "grpo"}, validate_default=True)
+    loss: LossChoice = Field(default={"kind": "ppo_clip"}, validate_default=True)
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """token_mean: every token of the update counts the same; sequence_mean: every trajectory; constant_length: tokens are
     divided by trajectories times `rollout.sampling.max_new_tokens`, so that length changes nothing."""
@@ -344,7 +344,7 @@ class RunConfig(Options):
     plugins: tuple[str, ...] = ()
     """Modules or files that register extensions, imported before the config is checked."""
     model: ModelConfig
-    trainer: TrainerChoice = Field(default={"kind": "fsdp2"}, validate_default=True)  # type: ignore[assignment]
+    trainer: TrainerChoice = Field(default={"kind": "fsdp2"}, validate_default=True)
     devices: Literal["auto"] | dict[Role, DeviceSpec] = "auto"
     """Which devices each role gets: `auto`, or for example `{actor_train: 0-3, actor_infer: 0-7, reward: cpu}`. A single number is
     a device, `all` is every device; a role that is not named gets what `auto` would give it."""
@@ -369,12 +369,12 @@ class RlConfig(RunConfig):
     pipeline: Literal["rl"]
     max_steps: PositiveInt
     data: DataConfig
-    env: EnvChoice = Field(default={"kind": "single_turn"}, validate_default=True)  # type: ignore[assignment]
+    env: EnvChoice = Field(default={"kind": "single_turn"}, validate_default=True)
     rewards: tuple[RewardChoice, ...] = ()
     """Summed with their weights. An environment that gives rewards itself needs none."""
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
-    engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)  # type: ignore[assignment]
+    engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)
     warmup: WarmupConfig | None = None
     eval: EvalConfig = EvalConfig()
 

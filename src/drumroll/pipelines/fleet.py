@@ -1,9 +1,9 @@
 """Every cluster of a run, behind the few verbs that the loops need. Which devices they use is the arbiter's business.
 
-    controller ── scheduler ──► environment workers ──► engines          rollout
-         │                              └── blocks ──► assembler ──► trainers, reference     score, update
-         │                              └── blocks ──► recorder                              record
-         └── trainers ── weights ──► engines                                                 sync
+controller ── scheduler ──► environment workers ──► engines          rollout
+     │                              └── blocks ──► assembler ──► trainers, reference     score, update
+     │                              └── blocks ──► recorder                              record
+     └── trainers ── weights ──► engines                                                 sync
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunC
 from drumroll.models.prepare import prepare_model
 from drumroll.pipelines.job import RlJob, SftJob
 from drumroll.plan import Placement, Plan, make_plan
+from drumroll.plan.placement import Helper
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
 from drumroll.rollout.lease import Lease
@@ -103,7 +104,9 @@ class Fleet:
             recorder=lambda: self._helper("recorder", LOCAL, "drumroll.workers.recorder:RecorderWorker", folder=str(self._folder.store)),
         )
         self.environments.all("connect", self.engines.handles)
-        self._arbiter.register("actor_infer", give_up=lambda ranks: self._tell_engines("pause", ranks), take=lambda ranks: self._tell_engines("resume", ranks))
+        self._arbiter.register(
+            "actor_infer", give_up=lambda ranks: self._tell_engines("pause", ranks), take=lambda ranks: self._tell_engines("resume", ranks)
+        )
         transport = RayTransport(self.environments, self.engines.world)
         self._scheduler = stack.enter_context(
             RolloutScheduler(transport, seed=cfg.seed, max_attempts=cfg.rollout.max_attempts, deadline_s=cfg.rollout.deadline_s)
@@ -139,7 +142,9 @@ class Fleet:
         ref_logp = self._score("reference", self.reference) if self.reference is not None else None
         old_logp = self._score("actor_train", self.trainers) if self._several_updates else None
         report, *shards = self.assembler.refs(0, 1 + self.trainers.world, "finish", step, ref_logp, old_logp)
-        return StepBatch(report.fetch(), shards)
+        metrics: dict[str, float] = report.fetch()
+        scored = metrics["batch/num_tokens"] * ((ref_logp is not None) + (old_logp is not None))
+        return StepBatch({**metrics, "batch/num_scored_tokens": scored}, shards)
 
     def train(self, batch: StepBatch) -> list[Metrics]:
         """One optimizer update for each part of the step."""
@@ -206,7 +211,11 @@ class Fleet:
         return Cluster.launch(self._session, self._plan.workers(role), "drumroll.workers.trainer:TrainWorker", kwargs=kwargs)
 
     def _engines(self, cfg: RlConfig) -> Cluster:
-        kwargs = {"engine": cfg.engine.model_dump(mode="json"), "model_folder": str(self._model_folder), "dtype": self._dtype("actor_infer")}
+        kwargs = {
+            "engine": cfg.engine.model_dump(mode="json"),
+            "model_folder": str(self._model_folder),
+            "dtype": self._dtype("actor_infer"),
+        }
         return Cluster.launch(self._session, self._plan.workers("actor_infer"), "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
 
     def _environments(self, cfg: RlConfig) -> Cluster:
@@ -226,7 +235,7 @@ class Fleet:
         kwargs |= {"num_shards": len(trainers), "seed": self._cfg.seed}
         return self._helper("assembler", trainers[0].node, "drumroll.workers.assembler:Assembler", **kwargs)
 
-    def _helper(self, role: str, node: str, target: str, **kwargs: Any) -> Cluster:
+    def _helper(self, role: Helper, node: str, target: str, **kwargs: Any) -> Cluster:
         """A worker that is no role of the plan, because it never computes on a device."""
         return Cluster.launch(self._session, [Placement(role, 0, node, (), "cpu")], target, kwargs=kwargs)
 
@@ -268,7 +277,7 @@ class Fleet:
         """The tightest of the episode's, the engine's and the model's limits."""
         facts = json.loads((self._model_folder / "config.json").read_text())
         limits = [cfg.rollout.max_tokens, cfg.engine.context_tokens, facts.get("max_position_embeddings")]
-        return min(limit for limit in limits if limit is not None)
+        return min(int(limit) for limit in limits if limit is not None)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from drumroll.algo.algorithm import build_algorithm
@@ -29,7 +30,8 @@ class RlJob:
     roles: tuple[Role, ...]
 
     def describe(self) -> str:
-        return f"{len(self.cursor)} training tasks, {len(self.heldout)} held-out tasks, {self.cfg.max_steps} steps, roles {', '.join(self.roles)}"
+        roles = ", ".join(self.roles)
+        return f"{len(self.cursor)} training tasks, {len(self.heldout)} held-out tasks, {self.cfg.max_steps} steps, roles {roles}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def prepare(cfg: RunConfig) -> RlJob | SftJob:
     """Check all that can be known beforehand; raises a `UserError` that says what to put right."""
     check_sinks(cfg.record)
     check_model(cfg.model)
-    job = _prepare_rl(cast(RlConfig, cfg)) if isinstance(cfg, RlConfig) else _prepare_sft(cast(SftRunConfig, cfg))
+    job = _prepare_rl(cfg) if isinstance(cfg, RlConfig) else _prepare_sft(cast(SftRunConfig, cfg))
     if cfg.ray.address is None:
         make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles)
     return job
@@ -71,9 +73,9 @@ def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
     env = REGISTRY.lookup("env", cfg.env.kind).target
-    needs = {"needed_fields": _columns(cfg), "needs_prompt": bool(getattr(env, "needs_prompt", True))}
-    tasks = load_tasks(cfg.data.train, split_label="train", **needs)
-    heldout = load_tasks(cfg.data.heldout, split_label="heldout", **needs) if cfg.data.heldout else []
+    load = partial(load_tasks, needed_fields=_columns(cfg), needs_prompt=bool(getattr(env, "needs_prompt", True)))
+    tasks = load(cfg.data.train, split_label="train")
+    heldout = load(cfg.data.heldout, split_label="heldout") if cfg.data.heldout else []
     if cfg.warmup:
         _check_demonstrations(cfg.warmup)
     return RlJob(cfg, TaskCursor(tasks, cfg.seed), heldout, roles_of(cfg))

@@ -11,7 +11,7 @@ from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
 from drumroll.types import Version
 
-UPDATES_PER_CALL = 5
+UPDATES_PER_CALL = 20
 """Updates that the trainers make between two looks of the controller."""
 
 

@@ -32,8 +32,9 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
 
     - `actor_infer`: all GPUs of the pool, or all its CPU slots (at most `AUTO_CPU_SLOTS` of a node unless `ray.cpu_slots` is
       set) where it has no GPU;
-    - `actor_train`: the same, but of one kind only, the one with the most memory in all: ranks that compute together are as
-      slow as the slowest. In a pool of one kind, training and inference so take turns on every device and none is idle;
+    - `actor_train`: all GPUs of one kind, the one with the most memory in all: ranks that compute together are as slow as the
+      slowest. In a pool of one kind, training and inference so take turns on every GPU and none is idle. Of CPU slots the first
+      alone: for models that CPUs can train, ranks wait for each other longer than they compute;
     - `reference` and `critic`: the devices of `actor_train`;
     - `environment` and `reward`: host processors, workers dealt out over the nodes.
 
@@ -72,7 +73,10 @@ def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
         beside = _selection("actor_train", config, pool, trainer)
         return Selection(_whole_instances(role, beside.devices, tp)) if beside.devices else beside
     devices = _whole_instances(role, _accelerators(config, pool), tp)
-    return Selection(_one_kind(devices, pool) if role == "actor_train" else devices)
+    if role == "actor_train":
+        devices = _one_kind(devices, pool)
+        devices = devices if devices[0].kind == "gpu" else devices[:tp]
+    return Selection(devices)
 
 
 def _accelerators(config: RunConfig, pool: Pool) -> tuple[Device, ...]:

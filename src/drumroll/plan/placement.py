@@ -14,6 +14,9 @@ from drumroll.plan.pool import Device, Kind
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
+Helper = Literal["assembler", "recorder"]
+"""Workers that compute on no device and stand in no plan."""
+
 Stage = Literal["rollout", "score", "update"]
 
 STAGE_ROLES: dict[Stage, tuple[Role, ...]] = {
@@ -34,8 +37,7 @@ class Placement:
     an engine over two GPUs.
     """
 
-    role: str
-    """A role of the plan, or a helper's name."""
+    role: Role | Helper
     rank: int
     node: str
     """Id of its node; all its devices are there."""
@@ -89,7 +91,7 @@ class Plan:
 
     def conflicts(self, role: Role) -> dict[Role, tuple[int, ...]]:
         """Other role → its ranks that live on any of this role's devices: who has to make room before the role computes."""
-        found: dict[Role, set[int]] = {}
+        found: dict[str, set[int]] = {}
         for device in self.devices(role):
             for tenant in self.tenants[device.index]:
                 if tenant.role != role:

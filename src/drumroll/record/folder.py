@@ -121,7 +121,9 @@ class RunFolder:
         if step is not None:
             if step not in known:
                 there = ", ".join(map(str, known)) or "none"
-                raise RunFolderError(f"'{self.root}' has no checkpoint of step {step}. Steps with one: {there} (`record.checkpoint_every`).")
+                raise RunFolderError(
+                    f"'{self.root}' has no checkpoint of step {step}. Steps with one: {there} (`record.checkpoint_every`)."
+                )
             return known[step]
         if self.final_model.is_dir():
             return self.final_model

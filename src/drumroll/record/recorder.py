@@ -33,7 +33,7 @@ class Compute:
 
     trained: int = 0
     forwarded: int = 0
-    """Prompt and new tokens of rollouts, and tokens scored by a reference."""
+    """Prompt and new tokens of rollouts, and tokens scored before the update."""
     imitated: int = 0
     imitation_updates: int = 0
     generated: int = 0
@@ -110,6 +110,7 @@ class Recorder:
         self._last_step = step
         self.compute.generated += new_tokens
         self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples)
+        self.compute.forwarded += int(batch.get("batch/num_scored_tokens", 0.0))
         self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in updates))
         self._idle_steps = self._idle_steps + 1 if batch.get("batch/informative_token_ratio") == 0.0 else 0
         if self._idle_steps >= MAX_IDLE_STEPS:

@@ -1,8 +1,8 @@
 """An environment worker's end of the line to one engine: one batched submit, one outstanding poll, however many episodes.
 
-    episodes ──generate()──► outbox ──submit(batch)──► engine
-        ▲                                                │
-        └──────futures ◄── chunks joined ◄──poll()───────┘
+episodes ──generate()──► outbox ──submit(batch)──► engine
+    ▲                                                │
+    └──────futures ◄── chunks joined ◄──poll()───────┘
 """
 
 from __future__ import annotations

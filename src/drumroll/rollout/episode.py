@@ -195,4 +195,3 @@ def unfinished(lease: Lease, error: str) -> Trajectory:
 def _turn_seed(seed: int, turn: int) -> int:
     """Each turn draws its own noise; the first turn's seed is the sample's."""
     return seed if turn == 0 else (seed ^ (turn * 0x9E3779B97F4A7C15)) & 0x7FFFFFFFFFFFFFFF
-

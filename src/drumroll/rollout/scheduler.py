@@ -34,8 +34,11 @@ POLL_WAIT_S = 5.0
 class Transport(Protocol):
     """How leases reach environment workers and results come back."""
 
-    num_workers: int
-    num_engines: int
+    @property
+    def num_workers(self) -> int: ...
+
+    @property
+    def num_engines(self) -> int: ...
 
     async def lease(self, worker: int, leases: Sequence[Lease]) -> None: ...
 

@@ -1,6 +1,6 @@
 """The assembler: turns blocks of trajectories into each trainer rank's share of the step, beside trainer rank 0.
 
-    blocks ──pack──► whole batch ──► shards to score ──► (ref_logp, old_logp) ──finish──► shards to train on
+blocks ──pack──► whole batch ──► shards to score ──► (ref_logp, old_logp) ──finish──► shards to train on
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from drumroll.algo.algorithm import build_algorithm
 from drumroll.config.models import AlgoConfig
 from drumroll.text.packing import pack, select, split_balanced, token_indices
-from drumroll.workers.demonstrations import Demonstrations
 from drumroll.types import Batch, RankInfo, Trajectory, sample_seed
+from drumroll.workers.demonstrations import Demonstrations
 
 
 class Assembler:

@@ -22,7 +22,7 @@ class PickyError(UserError):
         super().__init__(one, two)
 
 
-class Unpicklable(Exception):  # noqa: N818
+class Unpicklable(Exception):
     def __init__(self, key: int) -> None:
         super().__init__(f"key {key}")
         self.lock = (value for value in ())

@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_fit_is_refused_with_the_parallel_size_that_would(
 
 def test_only_used_gpus_of_known_memory_are_checked() -> None:
     huge = 10**13
-    assert make_plan(rl_config(), parse_pool("1x2xcpu"), RL_ROLES, num_parameters=huge).memory["actor_train"].total == 8 * huge
+    assert make_plan(rl_config(), parse_pool("1x2xcpu"), RL_ROLES, num_parameters=huge).memory["actor_train"].total == 16 * huge
     ten_billion = 10**10
     small_and_large = parse_pool("1x1x8GiB:small,1x4x80GiB:large")
     with pytest.raises(PlanError, match=r"`devices\.actor_infer`.*node0's have 8 GiB"):

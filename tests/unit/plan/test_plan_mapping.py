@@ -15,8 +15,8 @@ def indices(plan: Plan, role: Any) -> list[int]:
     return [device.index for device in plan.devices(role)]
 
 
-def test_auto_colocates_on_every_device() -> None:
-    plan = make_plan(rl_config(rollout={"num_env_workers": 3}), parse_pool("2x2xcpu"), [*RL_ROLES, "reference"])
+def test_auto_colocates_on_every_gpu() -> None:
+    plan = make_plan(rl_config(rollout={"num_env_workers": 3}), parse_pool("2x2x80GiB"), [*RL_ROLES, "reference"])
     assert plan.roles == ("actor_train", "actor_infer", "reference", "environment")
     assert indices(plan, "actor_train") == indices(plan, "actor_infer") == indices(plan, "reference") == [0, 1, 2, 3]
     assert [(w.rank, w.node, w.devices) for w in plan.workers("environment")] == [(0, "node0", ()), (1, "node0", ()), (2, "node1", ())]
@@ -35,8 +35,10 @@ def test_auto_trains_on_one_kind_and_infers_on_all() -> None:
 
 def test_auto_takes_few_cpu_slots_unless_asked() -> None:
     pool = parse_pool("1x16xcpu")
-    assert len(make_plan(rl_config(), pool, RL_ROLES).workers("actor_train")) == 4
-    assert len(make_plan(rl_config(ray={"cpu_slots": 16}), pool, RL_ROLES).workers("actor_train")) == 16
+    assert len(make_plan(rl_config(), pool, RL_ROLES).workers("actor_infer")) == 4
+    asked = make_plan(rl_config(ray={"cpu_slots": 16}), pool, [*RL_ROLES, "reference"])
+    assert len(asked.workers("actor_infer")) == 16
+    assert indices(asked, "actor_train") == indices(asked, "reference") == [0]
 
 
 def test_sft_has_one_role_and_one_stage() -> None:

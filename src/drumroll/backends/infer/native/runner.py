@@ -86,12 +86,12 @@ class Runner:
         return min(bucket(num_tokens, ROW_STEP), max(ROW_STEP, self._prefill_tokens))
 
     def chunk_rows(self, length: int) -> int:
-        """Rows of every prefill call of this length."""
+        """Rows of a prefill call of this length at most."""
         return max(1, self._prefill_tokens // length)
 
     def prefill(self, chunks: Sequence[Chunk], length: int) -> None:
         """Keys and values of up to `chunk_rows(length)` chunks, none longer than `length`."""
-        num_rows = self.chunk_rows(length)
+        num_rows = min(bucket(len(chunks), 1), self.chunk_rows(length))
         tokens = torch.zeros(num_rows, length, dtype=torch.int64)
         positions = torch.zeros(num_rows, length, dtype=torch.int64)
         writes = torch.full((num_rows, length), self.cache.waste, dtype=torch.int64)
