@@ -50,8 +50,10 @@ def make_batch() -> Batch:
 
 
 def make_backend(folder: Path, device: str, dtype: str, **options: Any) -> TrainBackend:
-    backend = Fsdp2(Fsdp2.Config(lr=1e-3, **options), folder, dtype, 10, 0)
+    config = Fsdp2.Config(lr=1e-3, **options)
+    backend = Fsdp2(config, folder, dtype, 0)
     backend.setup(RankInfo("actor_train", 0, 1, device))
+    backend.begin(config.resolve_schedule(10))
     return backend
 
 

@@ -16,7 +16,7 @@ LAYERS = {
     "rollout": 5, "record": 5,
     "workers": 6,
     "pipelines": 7,
-    "api": 8, "cli": 8, "__init__": 9,
+    "api": 8, "cli": 8, "__init__": 9, "__main__": 9,
 }  # fmt: skip
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))

@@ -45,5 +45,5 @@ def test_a_large_cluster_prints_in_a_few_lines() -> None:
 def test_a_laptop_in_a_narrow_terminal() -> None:
     pool = parse_pool("1x2xcpu")
     lines = printed(make_plan(rl_config(), pool, RL_ROLES, num_parameters=2**20), pool, width=80)
-    assert ["actor_train", "0", "node0", "0 (cpu)", "dp 1", "≥ 16.0 MiB", "actor_infer (0)"] in lines
+    assert ["actor_train", "0", "node0", "0 (cpu)", "dp 1", "≥ 16.0 MiB", "actor_infer *"] in lines
     assert ["environment", "0", "node0", "host", "1 worker", "–", "–"] in lines

@@ -1,0 +1,5 @@
+"""`python -m drumroll` is `drumroll`."""
+
+from drumroll.cli import main
+
+main()
