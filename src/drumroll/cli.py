@@ -139,18 +139,20 @@ def main() -> None:
     """Entry point of `drumroll`."""
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        app(standalone_mode=False)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
+        code = app(standalone_mode=False)  # None from every command that ends; a code where typer ended it, as on Ctrl-C
+        if code == 130:
+            raise KeyboardInterrupt
+        sys.exit(code)
     except UserError as error:
         _fail(str(error), 2)
     except DrumrollError as error:
         _fail(f"{type(error).__name__}: {error}", 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except Exception as error:
         if hasattr(error, "format_message"):  # a mistake on the command line itself
-            _fail(error.format_message(), 2)
+            message = error.format_message()
+            _fail(message, 2) if message else sys.exit(2)  # without one, the help has been shown
         traceback.print_exc()
         sys.exit(1)
 

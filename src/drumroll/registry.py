@@ -20,6 +20,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -159,8 +160,10 @@ class Registry:
         try:
             exec(compile(source, path, "exec"), module.__dict__)  # a plugin is code that the user asked to run
         except Exception as error:
-            del sys.modules[name]
-            raise PluginError(f"plugin file '{path}' fails while it is imported: {type(error).__name__}: {error}") from error
+            del sys.modules[name], self.files[path]  # so that the file can be put right and tried again
+            line = next((frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == path), None)
+            place = f" (line {line})" if line is not None else ""
+            raise PluginError(f"plugin file '{path}' fails while it is imported: {type(error).__name__}: {error}{place}") from error
         return module
 
     def shipped_sources(self) -> dict[str, str]:

@@ -99,3 +99,15 @@ def test_scores_and_updates_agree_with_the_cpu(folder: Path, tmp_path: Path, dty
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == getattr(torch, dtype)
     backend.close()
     reference.close()
+
+
+def test_a_remembered_state_trains_on_as_before(folder: Path) -> None:
+    backend, batch = make_backend(folder, "cuda:0", "bfloat16"), make_batch()
+    backend.train([batch], cross_entropy)
+    backend.remember("here")
+    first = backend.train([batch], cross_entropy)[0]
+    backend.recall("here")
+    again = backend.train([batch], cross_entropy)[0]
+    assert again["lr"] == first["lr"]
+    assert again["loss"] == pytest.approx(first["loss"], rel=1e-3)
+    backend.close()

@@ -11,6 +11,8 @@ from drumroll.algo.algorithm import build_algorithm
 from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig, SourceConfig
 from drumroll.data.cursor import TaskCursor
 from drumroll.data.tasks import load_demonstrations, load_tasks
+from drumroll.envs.base import Env
+from drumroll.errors import ConfigError
 from drumroll.models.prepare import check_model
 from drumroll.plan.mapping import make_plan
 from drumroll.plan.placement import Plan
@@ -73,7 +75,9 @@ def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
     env = REGISTRY.lookup("env", cfg.env.kind).target
-    load = partial(load_tasks, needed_fields=_columns(cfg), needs_prompt=bool(getattr(env, "needs_prompt", True)))
+    if not (isinstance(env, type) and issubclass(env, Env)):
+        raise ConfigError(f"`env.kind`: '{cfg.env.kind}' is not an environment: a class that extends drumroll.envs.base.Env was expected.")
+    load = partial(load_tasks, needed_fields=_columns(cfg), needs_prompt=env.needs_prompt)
     tasks = load(cfg.data.train, split_label="train")
     heldout = load(cfg.data.heldout, split_label="heldout") if cfg.data.heldout else []
     if cfg.warmup:

@@ -42,7 +42,7 @@ def check_sinks(config: RecordConfig) -> None:
     """Refuse a config that names a sink whose package is not installed. Imports nothing."""
     for name in ("wandb", "trackio"):
         if getattr(config, name) is not None and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"record.{name}: the package '{name}' is not installed. Run `pip install {name}`, or remove the section.")
+            raise ConfigError(f"`record.{name}`: the package '{name}' is not installed. Run `pip install {name}`, or remove the section.")
 
 
 class MetricsLog:

@@ -115,7 +115,7 @@ class Recorder:
         self._idle_steps = self._idle_steps + 1 if batch.get("batch/informative_token_ratio") == 0.0 else 0
         if self._idle_steps >= MAX_IDLE_STEPS:
             raise RolloutError(
-                f"{MAX_IDLE_STEPS} steps in a row had nothing to learn from: within every group all rewards were equal. "
+                f"{MAX_IDLE_STEPS} steps in a row had nothing to learn from: within every group all rewards were equal, or there were none. "
                 f"Make the task easier or warm up first (`warmup`), raise `rollout.group_size`, or look at the samples with "
                 f"`drumroll show {self.folder.root}`."
             )

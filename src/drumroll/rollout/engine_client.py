@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from drumroll.errors import RolloutError
@@ -30,6 +31,7 @@ class EngineClient:
         self._partial: dict[str, list[Chunk]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._flush: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenRequest) -> Chunk:
         """The whole reply as one chunk. Cancelling the caller aborts the request on the engine."""
@@ -43,11 +45,19 @@ class EngineClient:
         try:
             return await future
         except asyncio.CancelledError:
-            await self._call("abort", self._client_id, [request.id])
+            self._outbox = [waiting for waiting in self._outbox if waiting.id != request.id]
+            # Not awaited: an engine that does not answer must not hold the caller, whose time is up.
+            abort = asyncio.create_task(self._abort(request.id))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
             raise
         finally:
             self._waiting.pop(request.id, None)
             self._partial.pop(request.id, None)
+
+    async def _abort(self, request_id: str) -> None:
+        with suppress(Exception):  # an engine that is gone has nothing to abort
+            await self._call("abort", self._client_id, [request_id])
 
     async def _submit_outbox(self) -> None:
         """Submit what has gathered in this turn of the event loop, and again while more arrives meanwhile."""

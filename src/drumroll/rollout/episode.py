@@ -18,11 +18,14 @@ from typing import Protocol
 import numpy as np
 
 from drumroll.envs.base import Env, Step
-from drumroll.errors import PolicyFault, RolloutError
-from drumroll.rewards.compose import RewardSet
+from drumroll.errors import DrumrollError, PolicyFault, RewardError, RolloutError
+from drumroll.rewards.compose import LARGEST, RewardSet
 from drumroll.rollout.lease import Lease
 from drumroll.text.renderer import Renderer
 from drumroll.types import Chunk, GenRequest, StopReason, Trajectory, Turn
+
+CLOSE_S = 30.0
+"""How long an environment may take to close."""
 
 
 class Engine(Protocol):
@@ -84,25 +87,46 @@ async def run_episode(lease: Lease, env: Env, engine: Engine, renderer: Renderer
     draft.timings["started"] = time.time()
     error = ""
     stop: StopReason
+    late = f"the episode took longer than {lease.deadline_s:g} s"
+    deadline = asyncio.timeout(lease.deadline_s)
     try:
-        async with asyncio.timeout(lease.deadline_s):
+        async with deadline:
             try:
                 stop = await _converse(lease, env, engine, renderer, limits, draft)
             except PolicyFault as fault:
                 stop, error = "policy_fault", fault.reason
                 draft.reward = (draft.reward or 0.0) + fault.reward
             draft.timings["generated"] = time.time()
-            trajectory = _finish(lease, draft, stop, error)
-            if stop != "aborted":
+            trajectory = _finish(lease, draft, stop, late if stop == "deadline" else error)
+            if stop not in ("aborted", "deadline"):
                 trajectory = await _score(trajectory, rewards)
-    except TimeoutError:
-        trajectory = _finish(lease, draft, "deadline", f"the episode took longer than {lease.deadline_s:g} s")
     except Exception as failure:  # the boundary: environments, rewards and engines may raise anything
-        reason = f"{type(failure).__name__}: {failure} (task {lease.task.id}, turn {len(draft.turns)}, env {type(env).__name__})"
-        trajectory = _finish(lease, draft, "failed", reason + "\n" + "".join(traceback.format_tb(failure.__traceback__)[-3:]))
+        if deadline.expired():
+            trajectory = _finish(lease, draft, "deadline", late)
+        else:
+            trajectory = _finish(lease, draft, "failed", _reason(failure, lease, env, draft))
     finally:
-        await env.close()
-    return replace(trajectory, timings={**trajectory.timings, "ended": time.time()})
+        not_closed = await _close(env)
+    errors = [text for text in (trajectory.error, not_closed) if text]
+    return replace(trajectory, error="\n".join(errors), timings={**trajectory.timings, "ended": time.time()})
+
+
+async def _close(env: Env) -> str:
+    """Close the environment; what goes wrong, if anything. A sample must come back even if its environment does not."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await env.close()
+    except Exception as failure:
+        return f"closing env {type(env).__name__} failed: {type(failure).__name__}: {failure}"
+    return ""
+
+
+def _reason(failure: Exception, lease: Lease, env: Env, draft: _Draft) -> str:
+    """What failed and where; drumroll's own errors say enough without a traceback."""
+    reason = f"{type(failure).__name__}: {failure} (task {lease.task.id}, turn {len(draft.turns)}, env {type(env).__name__})"
+    if isinstance(failure, DrumrollError):
+        return reason
+    return reason + "\n" + "".join(traceback.format_tb(failure.__traceback__)[-3:])
 
 
 async def _converse(lease: Lease, env: Env, engine: Engine, renderer: Renderer, limits: Limits, draft: _Draft) -> StopReason:
@@ -110,16 +134,13 @@ async def _converse(lease: Lease, env: Env, engine: Engine, renderer: Renderer, 
     step = await env.start(lease.task)
     ids, text = renderer.first(step.prompt, step.messages)
     draft.observe(ids, text)
+    if len(ids) >= limits.max_tokens:
+        raise RolloutError(
+            f"the prompt has {len(ids)} tokens, and an episode may have {limits.max_tokens} (`rollout.max_tokens`, `engine.context_tokens`)"
+        )
     generate_s = 0.0
     for turn in range(limits.max_turns):
         room = limits.max_tokens - len(draft.token_ids)
-        if room <= 0:
-            if turn == 0:
-                raise RolloutError(
-                    f"the prompt has {len(draft.token_ids)} tokens, and an episode may have {limits.max_tokens} "
-                    f"(`rollout.max_tokens`, `engine.context_tokens`)"
-                )
-            return "length"
         request = GenRequest(
             id=f"{lease.sample_id}/{lease.attempt}/{turn}",
             token_ids=list(draft.token_ids),
@@ -135,22 +156,24 @@ async def _converse(lease: Lease, env: Env, engine: Engine, renderer: Renderer, 
             raise RolloutError(f"the engine refused the request: {chunk.error}")
         reply = renderer.reply_text(chunk.token_ids, lease.sampling.stop)
         draft.reply(chunk, reply)
-        if chunk.finish == "aborted":
-            return "aborted"
-        if chunk.finish == "deadline":
-            raise TimeoutError
+        if chunk.finish in ("aborted", "deadline"):
+            return chunk.finish
         step = await env.step(reply)
         draft.take(step)
         if step.done:
             return "length" if chunk.finish == "length" else "stop" if limits.max_turns == 1 else "done"
         if turn + 1 < limits.max_turns:
             ids, text = renderer.next(step.prompt, step.messages, draft.token_ids[-1])
+            if len(draft.token_ids) + len(ids) >= limits.max_tokens:
+                return "length"  # no room for a reply to it
             draft.observe(ids, text)
     return "turns"
 
 
 async def _score(trajectory: Trajectory, rewards: RewardSet) -> Trajectory:
     """Add the reward functions' verdict to what the environment gave."""
+    if trajectory.reward is not None and not abs(trajectory.reward) <= LARGEST:  # NaN is not either
+        raise RewardError(f"the environment's rewards add up to {trajectory.reward}; a number between ±{LARGEST:g} was expected.")
     started = time.perf_counter()
     verdict = await rewards.score(trajectory)
     given = [reward for reward in (trajectory.reward, verdict.reward) if reward is not None]

@@ -98,8 +98,16 @@ class RolloutScheduler:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         self._thread.join(timeout=5)
+
+    async def _stop(self) -> None:
+        """Let everything that is still under way unwind, then end the loop."""
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        self._loop.stop()
 
     def take(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Rollout:
         """Every group complete, or a `RolloutError` that says which samples failed and why."""

@@ -109,9 +109,12 @@ class Assembler:
         advantages = batch.advantages
         assert advantages is not None
         touched = int((advantages * batch.loss_mask != 0).sum())
-        return {
+        report = {
             "batch/num_trajectories": float(batch.num_trajectories),
             "batch/num_tokens": float(batch.num_tokens),
             "batch/num_new_tokens": float(lengths),
             "batch/informative_token_ratio": touched / max(1, int(lengths)),
         }
+        if batch.ref_logp is not None and lengths:
+            report["batch/ref_logp_mean"] = float(batch.ref_logp[batch.loss_mask].mean())
+        return report

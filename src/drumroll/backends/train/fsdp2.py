@@ -382,7 +382,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _blank(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Optimizer state to copy `value` into: a scalar step, or a moment that is sharded like its parameter."""
-    return value.clone() if value.ndim == 0 else torch.zeros_like(parameter)
+    return torch.zeros_like(value, device=parameter.device) if value.ndim == 0 else torch.zeros_like(parameter)
 
 
 def _file_names(model: Any) -> list[str]:
