@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit clean
+.PHONY: help install demo test lint types unit docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ test: install lint types unit  ## Everything that CI runs: lint, strict types, a
 lint: install  ## Style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: install  ## Write docs/config.md anew from the config's own docstrings
+	$(BIN)/python -m drumroll.config.reference > docs/config.md
 
 types: install  ## Strict type checking
 	$(BIN)/mypy

@@ -127,6 +127,10 @@ class Registry:
         own = (name for kind, name in self.entries if kind == family)
         return sorted({*BUILT_IN[family], *own})
 
+    @staticmethod
+    def built_in(family: str) -> list[str]:
+        return sorted(BUILT_IN[family])
+
     def lookup(self, family: str, kind: str) -> Entry:
         """The entry behind `kind`; a `PluginError` that names the nearest known one when there is none."""
         if (family, kind) not in self.entries and kind in BUILT_IN[family]:

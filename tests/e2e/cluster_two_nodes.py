@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 
 from ray.cluster_utils import Cluster as SimulatedCluster
@@ -17,6 +18,8 @@ from drumroll.types import Version
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="two-nodes-") as folder:
+        os.environ["RAY_TMPDIR"] = folder  # where the simulation notes its address; it expects the folder to exist
+        os.mkdir(f"{folder}/ray")
         head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": f"{folder}/a"}
         simulated = SimulatedCluster(initialize_head=True, head_node_args=head)
         try:

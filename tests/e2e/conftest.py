@@ -7,8 +7,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tiny import run_tiny  # noqa: E402
+
+from drumroll.record.folder import RunFolder  # noqa: E402
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _in_the_project_root() -> None:
     root = Path(__file__).parents[2]
     assert Path.cwd() == root, f"run pytest in {root}"
+
+
+@pytest.fixture(scope="session")
+def first(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The tiny run on this machine, finished. Nobody writes into it."""
+    return run_tiny(tmp_path_factory.mktemp("first"))

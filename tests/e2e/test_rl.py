@@ -20,11 +20,6 @@ from drumroll.record.store import Bounds, Filter, Reader
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return run_tiny(tmp_path_factory.mktemp("first"))
-
-
 def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     return load_file(folder.final_model / "model.safetensors")
 

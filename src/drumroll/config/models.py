@@ -199,7 +199,9 @@ class TrainerConfig(Variant, ScheduleOptions):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: PositiveFloat = 1e-8
+    """AdamW's guard against division by zero."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's pull of the weights towards 0."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     micro_batch_tokens: PositiveInt = 16384
@@ -277,19 +279,23 @@ class WandbConfig(Options):
     """Metrics to Weights & Biases (`pip install wandb`)."""
 
     project: str = "drumroll"
+    """Where runs are filed."""
     mode: Literal["online", "offline"] = "offline"
+    """`offline` keeps everything in the run folder until `wandb sync`."""
 
 
 class TrackioConfig(Options):
     """Metrics to trackio (`pip install trackio`)."""
 
     project: str = "drumroll"
+    """Where runs are filed."""
 
 
 class RecordConfig(Options):
     """What a run leaves behind besides its config, metrics and trajectories."""
 
     tensorboard: bool = True
+    """Metrics as TensorBoard files too."""
     wandb: WandbConfig | None = None
     trackio: TrackioConfig | None = None
     checkpoint_every: NonNegativeInt = 0
@@ -358,6 +364,7 @@ class SftRunConfig(RunConfig):
     """The `sft` pipeline: imitate demonstrations."""
 
     pipeline: Literal["sft"]
+    """Which pipeline runs."""
     sft: SftConfig
     heldout: SourceConfig | None = None
     """Demonstrations whose loss is reported and never trained on."""
@@ -367,7 +374,9 @@ class RlConfig(RunConfig):
     """The `rl` pipeline: roll out, score, learn, hand the new weights over."""
 
     pipeline: Literal["rl"]
+    """Which pipeline runs."""
     max_steps: PositiveInt
+    """Steps of RL."""
     data: DataConfig
     env: EnvChoice = Field(default={"kind": "single_turn"}, validate_default=True)
     rewards: tuple[RewardChoice, ...] = ()

@@ -175,7 +175,9 @@ class Fleet:
 
     def record(self, phase: str, step: int, rollout: Rollout) -> None:
         """Write a rollout's trajectories into the store, while other work goes on."""
-        self._unwritten = [future for future in self._unwritten if not future.done() or future.result() is None]
+        for written in [future for future in self._unwritten if future.done()]:
+            written.result()  # raises what went wrong, if anything did
+            self._unwritten.remove(written)
         self._unwritten.append(self.recorder.submit(0, "add", phase, step, *rollout.blocks))
 
     def remember(self, name: str) -> None:
@@ -206,16 +208,15 @@ class Fleet:
                 setattr(self, name, future.result())
 
     def _trainers(self, role: Role, model_folder: Path, **kwargs: Any) -> Cluster:
-        kwargs |= {"trainer": self._cfg.trainer.model_dump(mode="json"), "model_folder": str(model_folder), "seed": self._cfg.seed}
-        kwargs |= {"dtype": self._dtype(role)}
+        kwargs |= {
+            **self._model(role, model_folder),
+            "trainer": self._cfg.trainer.model_dump(mode="json"),
+            "seed": self._cfg.seed,
+        }
         return Cluster.launch(self._session, self._plan.workers(role), "drumroll.workers.trainer:TrainWorker", kwargs=kwargs)
 
     def _engines(self, cfg: RlConfig) -> Cluster:
-        kwargs = {
-            "engine": cfg.engine.model_dump(mode="json"),
-            "model_folder": str(self._model_folder),
-            "dtype": self._dtype("actor_infer"),
-        }
+        kwargs = {**self._model("actor_infer", self._model_folder), "engine": cfg.engine.model_dump(mode="json")}
         return Cluster.launch(self._session, self._plan.workers("actor_infer"), "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
 
     def _environments(self, cfg: RlConfig) -> Cluster:
@@ -268,10 +269,12 @@ class Fleet:
         """Whether a step's later updates need to know where the first one started."""
         return isinstance(self._cfg, RlConfig) and self._cfg.algo.updates_per_step * self._cfg.algo.epochs_per_step > 1
 
-    def _dtype(self, role: Role) -> str:
-        if self._cfg.model.dtype != "auto":
-            return self._cfg.model.dtype
-        return "bfloat16" if self._plan.workers(role)[0].kind == "gpu" else "float32"
+    def _model(self, role: Role, folder: Path) -> dict[str, Any]:
+        """Which model a backend loads, and what it computes in."""
+        dtype: str = self._cfg.model.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if self._plan.workers(role)[0].kind == "gpu" else "float32"
+        return {"model_folder": str(folder), "dtype": dtype, "trust_remote_code": self._cfg.model.trust_remote_code}
 
     def _max_tokens(self, cfg: RlConfig) -> int:
         """The tightest of the episode's, the engine's and the model's limits."""

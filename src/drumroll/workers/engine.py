@@ -20,11 +20,11 @@ from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo
 class EngineWorker(ReceivesWeights):
     """Routes requests of several clients to one backend and its chunks back to whoever asked."""
 
-    def __init__(self, rank: RankInfo, *, engine: dict[str, Any], model_folder: str, dtype: str) -> None:
+    def __init__(self, rank: RankInfo, *, engine: dict[str, Any], model_folder: str, dtype: str, trust_remote_code: bool = False) -> None:
         entry = REGISTRY.lookup("infer_backend", engine["kind"])
         config = entry.schema(EngineConfig).model_validate(engine)
         self.rank = rank
-        self.backend: InferBackend = entry.target(config, Path(model_folder), dtype)
+        self.backend: InferBackend = entry.target(config, Path(model_folder), dtype, trust_remote_code=trust_remote_code)
         self.backend.setup(rank)
         self._owner: dict[str, tuple[str, str]] = {}
         """Backend's request id → (client, the client's own id)."""

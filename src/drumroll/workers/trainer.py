@@ -29,12 +29,13 @@ class TrainWorker(SendsWeights):
         model_folder: str,
         dtype: str,
         seed: int,
+        trust_remote_code: bool = False,
         algo: dict[str, Any] | None = None,
     ) -> None:
         entry = REGISTRY.lookup("train_backend", trainer["kind"])
         config = entry.schema(TrainerConfig).model_validate(trainer)
         self.rank = rank
-        self.backend: TrainBackend = entry.target(config, Path(model_folder), dtype, seed)
+        self.backend: TrainBackend = entry.target(config, Path(model_folder), dtype, seed, trust_remote_code=trust_remote_code)
         self.backend.setup(rank)
         self._loss = build_algorithm(AlgoConfig.model_validate(algo)).loss if algo is not None else cross_entropy
 

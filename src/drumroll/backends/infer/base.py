@@ -27,11 +27,12 @@ Checksums = dict[str, int]
 class InferBackend(ABC):
     """One engine. Built from its options and a model folder, then `setup`, then requests; `close` at the end."""
 
-    def __init__(self, config: EngineConfig, model_folder: Path, dtype: str) -> None:
+    def __init__(self, config: EngineConfig, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
         """`dtype` is `float32` or `bfloat16`."""
         self.config = config
         self.model_folder = model_folder
         self.dtype = dtype
+        self.trust_remote_code = trust_remote_code
 
     @abstractmethod
     def setup(self, rank: RankInfo) -> None:

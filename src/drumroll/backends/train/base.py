@@ -24,11 +24,12 @@ Metrics = dict[str, float]
 class TrainBackend(ABC):
     """One rank of a trained model."""
 
-    def __init__(self, config: TrainerConfig, model_folder: Path, dtype: str, seed: int) -> None:
+    def __init__(self, config: TrainerConfig, model_folder: Path, dtype: str, seed: int, *, trust_remote_code: bool = False) -> None:
         """`dtype` is what passes compute in (`float32`, `bfloat16`)."""
         self.config = config
         self.model_folder = model_folder
         self.dtype = dtype
+        self.trust_remote_code = trust_remote_code
         self.seed = seed
 
     @abstractmethod

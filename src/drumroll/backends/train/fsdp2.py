@@ -300,7 +300,8 @@ class Fsdp2(TrainBackend):
         disable_progress_bar()  # a worker's standard error is a log
         register_packed_attention()
         try:
-            self._source_config = AutoConfig.from_pretrained(self.model_folder, local_files_only=True)
+            source = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
+            self._source_config = AutoConfig.from_pretrained(self.model_folder, **source)
             config = copy.deepcopy(self._source_config)
             for name, value in config.to_dict().items():
                 if "drop" in name and isinstance(value, float):
@@ -310,8 +311,8 @@ class Fsdp2(TrainBackend):
                 config=config,
                 dtype=torch.float32,
                 attn_implementation=PACKED_ATTENTION,
-                local_files_only=True,
                 output_loading_info=True,
+                **source,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"'{self.model_folder}' cannot be loaded for training: {type(error).__name__}: {error}") from error

@@ -49,8 +49,8 @@ class Native(InferBackend):
 
     config: Config
 
-    def __init__(self, config: Config, model_folder: Path, dtype: str) -> None:
-        super().__init__(config, model_folder, dtype)
+    def __init__(self, config: Config, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
+        super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)
         self._runner: Runner | None = None
         self._thread: threading.Thread | None = None
         self._decode_text: Callable[[list[int]], str] | None = None
@@ -92,6 +92,7 @@ class Native(InferBackend):
             num_slots=self.config.num_slots,
             context_tokens=self.config.context_tokens,
             prefill_tokens=self.config.prefill_tokens,
+            trust_remote_code=self.trust_remote_code,
         )
         self._thread = threading.Thread(target=self._compute, name="native-engine", daemon=True)
         self._thread.start()
@@ -250,7 +251,7 @@ class Native(InferBackend):
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.model_folder)
+            tokenizer = AutoTokenizer.from_pretrained(self.model_folder, trust_remote_code=self.trust_remote_code)
         except Exception as error:
             self._no_tokenizer = f"no tokenizer can be loaded from '{self.model_folder}': {type(error).__name__}: {error}"
         else:

@@ -62,10 +62,18 @@ class Runner:
     """A causal LM with a slot cache and the sampling state of every slot."""
 
     def __init__(
-        self, folder: Path, dtype: str, device: str, *, num_slots: int, context_tokens: int | None, prefill_tokens: int | None
+        self,
+        folder: Path,
+        dtype: str,
+        device: str,
+        *,
+        num_slots: int,
+        context_tokens: int | None,
+        prefill_tokens: int | None,
+        trust_remote_code: bool,
     ) -> None:
         self.device = torch.device(device)
-        self.model = _load_model(folder, dtype, self.device)
+        self.model = _load_model(folder, dtype, self.device, trust_remote_code)
         text_config = self.model.config.get_text_config()
         self.context = _context(text_config, context_tokens, folder)
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
@@ -228,9 +236,11 @@ class Runner:
         return logits[0, -1].float()
 
 
-def _load_model(folder: Path, dtype: str, device: torch.device) -> Any:
+def _load_model(folder: Path, dtype: str, device: torch.device, trust_remote_code: bool) -> Any:
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
+        )
     except Exception as error:
         raise ModelError(f"'{folder}' cannot be loaded as a causal language model: {type(error).__name__}: {error}") from error
     return model.eval().requires_grad_(False).to(device)
