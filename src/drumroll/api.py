@@ -67,12 +67,11 @@ def train(
     a path. `reward` is a function of a trajectory, a registered name, a section with `kind`, or several of these. Everything
     else is a section of the config, as in YAML: `rollout={"group_size": 8}, trainer={"lr": 1e-4}`.
     """
-    rewards = [reward] if callable(reward) or isinstance(reward, str | Mapping) else list(reward)
     tree = {
         "pipeline": "rl",
         "max_steps": max_steps,
         "model": {"path": model} if isinstance(model, str) else dict(model),
-        "rewards": [_named(one) for one in rewards],
+        "rewards": _sections([reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward),
         **sections,
     }
     sources = {"train": tasks} | ({"heldout": heldout} if heldout is not None else {})
@@ -81,24 +80,34 @@ def train(
     cfg = check_config(tree)
 
     folder = RunFolder.claim(run_dir, cfg.name)
-    for split, source in sources.items():
-        if not isinstance(source, str):
-            tree["data"][split] |= {"path": str(_written(folder, split, source))}
-    start(check_config({**tree, "run_dir": str(folder.root)}), folder)
+    try:
+        for split, source in sources.items():
+            if not isinstance(source, str):
+                tree["data"][split] |= {"path": str(_written(folder, split, source))}
+        start(check_config({**tree, "run_dir": str(folder.root)}), folder)
+    except BaseException:
+        folder.give_up()
+        raise
     return Run(folder.root)
 
 
-def _named(reward: Reward) -> dict[str, Any]:
-    """A reward as a config section; a function is registered under its own name and travels to the workers by value."""
-    if isinstance(reward, str):
-        return {"kind": reward}
-    if isinstance(reward, Mapping):
-        return dict(reward)
-    name = getattr(reward, "__name__", None)
-    if name is None or not (inspect.isfunction(reward) or inspect.isbuiltin(reward)):
-        raise ConfigError(f"`reward`: expected a function, a registered name or a mapping with `kind`, got {reward!r}.")
-    REGISTRY.shipped[name] = reward
-    return {"kind": f"python:{name}"}
+def _sections(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
+    """Rewards as config sections; a function is registered under its own name and travels to the workers by value."""
+    sections: list[dict[str, Any]] = []
+    own: list[str] = []
+    for reward in rewards:
+        if isinstance(reward, str | Mapping):
+            sections.append({"kind": reward} if isinstance(reward, str) else dict(reward))
+            continue
+        name = getattr(reward, "__name__", None)
+        if name is None or not (inspect.isfunction(reward) or inspect.isbuiltin(reward)):
+            raise ConfigError(f"`reward`: expected a function, a registered name or a mapping with `kind`, got {reward!r}.")
+        if name in own:  # two lambdas, for example
+            name = f"{name}_{len(own) + 1}"
+        own.append(name)
+        REGISTRY.shipped[name] = reward
+        sections.append({"kind": f"python:{name}"})
+    return sections
 
 
 def _written(folder: RunFolder, split: str, rows: Rows) -> Path:

@@ -7,9 +7,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny import run_tiny  # noqa: E402
+from tiny import run_tiny
 
-from drumroll.record.folder import RunFolder  # noqa: E402
+from drumroll.record.folder import RunFolder
 
 
 @pytest.fixture(autouse=True, scope="session")

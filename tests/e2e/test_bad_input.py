@@ -14,9 +14,11 @@ import pytest
 import yaml
 from tiny import tiny_tree, write_rows
 
+import drumroll
 from drumroll import cli
 from drumroll.cluster.session import Session
 from drumroll.config.load import merge
+from drumroll.errors import UserError
 
 Files = dict[str, bytes | None]
 Invoke = Callable[..., str]
@@ -62,7 +64,9 @@ def test_the_config_of_these_tests_is_otherwise_right(
     monkeypatch.chdir(tmp_path)
     before = contents(tmp_path) | {"config.yaml": None}
     monkeypatch.setattr(sys, "argv", ["drumroll", "check", config_file(tmp_path)])
-    cli.main()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code is None
     shown = capsys.readouterr().out
     assert shown.startswith("ok: 40 training tasks, 20 held-out tasks, 3 steps, roles actor_train, actor_infer, environment")
     assert set(contents(tmp_path)) - set(before) == {"train.jsonl", "heldout.jsonl", "demos.jsonl"}
@@ -97,21 +101,33 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "missing option of a reward": ({"rewards": ["contains_word"]}, ["`rewards.0.word`: is required and missing."]),
     "no reward": ({"rewards": []}, ["`rewards` is empty and `env.kind` is single_turn"]),
-    "plugin module that is not there": ({"plugins": ["no_such_package.plugin"]}, ["`plugins`: 'no_such_package.plugin' cannot be imported"]),
+    "plugin module that is not there": (
+        {"plugins": ["no_such_package.plugin"]},
+        ["`plugins`: 'no_such_package.plugin' cannot be imported"],
+    ),
     "plugin file that is not there": ({"plugins": ["./no_such.py"]}, ["`plugins`: plugin file './no_such.py' cannot be read"]),
     "plugin file that raises": (
         {"plugins": ["./raises.py"]},
         ["`plugins`: plugin file './raises.py' fails while it is imported: ZeroDivisionError: division by zero", "line 3"],
     ),
     "plugin file with a syntax error": ({"plugins": ["./syntax.py"]}, ["`plugins`: plugin file './syntax.py'", "SyntaxError", "line 2"]),
-    "plugin module that raises": ({"plugins": ["raising_module"]}, ["`plugins`: 'raising_module' cannot be imported: RuntimeError: not today"]),
+    "plugin module that raises": (
+        {"plugins": ["raising_module"]},
+        ["`plugins`: 'raising_module' cannot be imported: RuntimeError: not today"],
+    ),
     "reward file without that function": (
         {"rewards": ["./mine.py:vowel"]},
         ["`rewards.0.kind`: './mine.py:vowel'", "no function or class 'vowel'. Did you mean 'vowels'?"],
     ),
     "reward module that is not there": ({"rewards": ["no_such_package:f"]}, ["`rewards.0.kind`: 'no_such_package' cannot be imported"]),
-    "dataset that is not there": ({"data": {"train": {"path": "trian.jsonl"}}}, ["'trian.jsonl' does not exist. Did you mean 'train.jsonl'?"]),
-    "dataset of an unknown format": ({"data": {"train": {"path": "rows.csv"}}}, ["'rows.csv': files ending in '.csv' cannot be read", ".jsonl"]),
+    "dataset that is not there": (
+        {"data": {"train": {"path": "trian.jsonl"}}},
+        ["'trian.jsonl' does not exist. Did you mean 'train.jsonl'?"],
+    ),
+    "dataset of an unknown format": (
+        {"data": {"train": {"path": "rows.csv"}}},
+        ["'rows.csv': files ending in '.csv' cannot be read", ".jsonl"],
+    ),
     "dataset without the reward's column": (
         {"rewards": [{"kind": "exact_match", "field": "anser"}]},
         ["train.jsonl', line 1: there is no column 'anser'. Did you mean 'answer'? Columns: prompt, answer."],
@@ -131,8 +147,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "broken JSON": ({"data": {"train": {"path": "broken.jsonl"}}}, ["'broken.jsonl', line 2: not JSON"]),
     "empty dataset": ({"data": {"train": {"path": "empty.jsonl"}}}, ["'empty.jsonl' holds no rows."]),
     "model folder that is not there": ({"model": {"path": "./no/model", "scratch": None}}, ["'./no/model' does not exist.", "'no'"]),
-    "model folder that is not one": ({"model": {"path": "./notes", "scratch": None}}, ["'notes' is not a model folder: it has no config.json"]),
-    "model folder with pickled weights": ({"model": {"path": "./pickled", "scratch": None}}, ["'pickled' holds its weights as 'pytorch_model.bin'"]),
+    "model folder that is not one": (
+        {"model": {"path": "./notes", "scratch": None}},
+        ["'notes' is not a model folder: it has no config.json"],
+    ),
+    "model folder with pickled weights": (
+        {"model": {"path": "./pickled", "scratch": None}},
+        ["'pickled' holds its weights as 'pytorch_model.bin'"],
+    ),
     "model that is both": ({"model": {"path": "./notes"}}, ["`model`: give either `path`", "and not both"]),
     "model from scratch that cannot be": (
         {"model": {"scratch": {"config": {"hiden_size": 32}}}},
@@ -248,6 +270,27 @@ def test_a_metrics_service_that_is_not_installed(tmp_path: Path, refused: Invoke
     assert refused("check", config_file(tmp_path, record={"wandb": {}})).startswith("`record.wandb`: the package 'wandb' is not installed.")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tasks": [{"question": "1="}]}, "there is no column 'prompt'"),
+        ({"tasks": []}, "holds no rows"),
+        ({"tasks": [{"prompt": {1, 2}}]}, "every row must be a mapping of JSON values"),
+        ({"model": "./nowhere"}, "'./nowhere' does not exist"),
+        ({"reward": 3.0}, "`reward`: expected"),
+        ({"reward": [lambda t: 1.0, object()]}, "`reward`: expected a function"),
+        ({"rolout": {}}, "`rolout`: unknown key. Did you mean 'rollout'?"),
+    ],
+)
+def test_a_mistake_from_python_leaves_nothing_behind(tmp_path: Path, refused: Invoke, changes: dict[str, Any], said: str) -> None:
+    """So that the same call, put right, may have the folder."""
+    arguments: dict[str, Any] = {"model": {"scratch": {"characters": "01="}}, "tasks": [{"prompt": "1="}], "reward": lambda t: 1.0}
+    with pytest.raises(UserError) as error:
+        drumroll.train(**{**arguments, "run_dir": tmp_path / "run", **changes})
+    assert said in str(error.value)
+    assert contents(tmp_path) == {}
+
+
 class TestRunsThatAreNotThere:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Path:
@@ -260,7 +303,9 @@ class TestRunsThatAreNotThere:
 
     @pytest.mark.parametrize("arguments", [("show",), ("export",)])
     def test_no_such_folder(self, refused: Invoke, arguments: tuple[str, ...]) -> None:
-        assert "'nowhere' holds no run: it does not exist." in refused(*arguments, "nowhere", *(["out"] if arguments == ("export",) else []))
+        assert "'nowhere' holds no run: it does not exist." in refused(
+            *arguments, "nowhere", *(["out"] if arguments == ("export",) else [])
+        )
 
     def test_a_folder_of_runs(self, run: Path, refused: Invoke) -> None:
         assert "The newest run in it is 'one'." in refused("show", "runs")

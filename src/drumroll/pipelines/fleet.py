@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumroll.cluster.cluster import Cluster, Ref
+from drumroll.cluster.cluster import DEADLINE_S, Cluster, Ref
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
 from drumroll.cluster.weights import WeightSync
 from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig
+from drumroll.errors import DrumrollError
 from drumroll.models.prepare import prepare_model
 from drumroll.pipelines.job import RlJob, SftJob
 from drumroll.plan import Placement, Plan, make_plan
@@ -32,6 +33,9 @@ from drumroll.rollout.scheduler import GroupRequest, Rollout, RolloutScheduler
 from drumroll.types import SampleInfo, Sampling, Version
 
 Metrics = Mapping[str, float]
+
+FAILED_FINISH_S = 10.0
+"""How long a run that failed waits for its last samples to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +195,12 @@ class Fleet:
         with self._arbiter.grant("actor_train"):
             self.trainers.all("export", str(folder))
 
-    def finish(self) -> None:
+    def finish(self, deadline_s: float = DEADLINE_S) -> None:
         """Wait for everything that is still being written, then close the store."""
         for future in self._unwritten:
-            future.result()
+            future.result(deadline_s)
         if isinstance(self._cfg, RlConfig):
-            self.recorder.all("close")
+            self.recorder.all("close", deadline_s=deadline_s)
 
     # How each cluster is made.
 
@@ -297,6 +301,11 @@ def launch(job: RlJob | SftJob, folder: RunFolder, rec: Recorder) -> Iterator[Fl
                 fleet.start_rl(cfg, stack)
             else:
                 fleet.start_sft(cfg)
-        yield fleet
+        try:
+            yield fleet
+        except DrumrollError:
+            with suppress(Exception):  # the samples tell why a run failed; that they cannot be written is not the reason to show
+                fleet.finish(FAILED_FINISH_S)
+            raise
         with rec.phase("finish"):
             fleet.finish()

@@ -33,7 +33,7 @@ def run(job: RlJob, folder: RunFolder) -> None:
             with rec.phase("sync"):
                 sync = fleet.push(Version(0, step))
             fleet.record("train", step, rollout)
-            rec.log_step(step, rollout.samples, batch.report, updates, sync)
+            rec.log_step(step, rollout.samples, {**rollout.report, **batch.report}, updates, sync)
             if cfg.eval.every and step % cfg.eval.every == 0 and step < cfg.max_steps:
                 evaluator.run(step)
             if cfg.record.checkpoint_every and step % cfg.record.checkpoint_every == 0:

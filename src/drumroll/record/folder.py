@@ -58,6 +58,11 @@ class RunFolder:
             )
         return folder
 
+    def give_up(self) -> None:
+        """Undo `claim`, unless a run has begun in the folder: then it stays as it is."""
+        if not self.config_file.exists():
+            shutil.rmtree(self.root)
+
     @property
     def config_file(self) -> Path:
         return self.root / "config.yaml"

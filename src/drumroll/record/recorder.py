@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from math import nan
 from statistics import fmean, pstdev
 from types import TracebackType
 from typing import Self
@@ -115,7 +116,7 @@ class Recorder:
         self._idle_steps = self._idle_steps + 1 if batch.get("batch/informative_token_ratio") == 0.0 else 0
         if self._idle_steps >= MAX_IDLE_STEPS:
             raise RolloutError(
-                f"{MAX_IDLE_STEPS} steps in a row had nothing to learn from: within every group all rewards were equal, or there were none. "
+                f"{MAX_IDLE_STEPS} steps in a row had nothing to learn from: within every group all rewards were equal, or none came. "
                 f"Make the task easier or warm up first (`warmup`), raise `rollout.group_size`, or look at the samples with "
                 f"`drumroll show {self.folder.root}`."
             )
@@ -168,9 +169,9 @@ class Recorder:
 
 
 def score(samples: Sequence[SampleInfo]) -> float:
-    """Share of successes where the task knows success, mean reward otherwise."""
+    """Share of successes where the task knows success, mean reward otherwise; not a number where there is no verdict at all."""
     successes = [float(sample.success) for sample in samples if sample.success is not None]
-    return fmean(successes) if successes else fmean([sample.reward for sample in samples if sample.reward is not None] or [0.0])
+    return fmean(successes or [sample.reward for sample in samples if sample.reward is not None] or [nan])
 
 
 def sample_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:

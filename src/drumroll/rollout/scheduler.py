@@ -67,6 +67,10 @@ class Rollout:
     num_retried: int = 0
 
     @property
+    def report(self) -> dict[str, float]:
+        return {"rollout/num_retried": float(self.num_retried)}
+
+    @property
     def samples(self) -> list[SampleInfo]:
         return [sample for group in self.groups for sample in group.samples]
 

@@ -204,7 +204,9 @@ class TestSeveralTurns:
         assert_token_exact(done, engine)
 
     def test_the_latest_metrics_and_statement_of_success_stand(self) -> None:
-        env = Scenes(Step(prompt="x"), Step(prompt="y", success=True, metrics={"moves": 1, "bad": 1}), Step(done=True, metrics={"moves": 2}))
+        env = Scenes(
+            Step(prompt="x"), Step(prompt="y", success=True, metrics={"moves": 1, "bad": 1}), Step(done=True, metrics={"moves": 2})
+        )
         done = run(env, Script("a", "b"))
         assert done.success is True
         assert done.metrics == {"moves": 2, "bad": 1}
@@ -362,7 +364,9 @@ class TestEngineClient:
 
         chunks = asyncio.run(ask())
         assert [chunk.id for chunk in chunks] == [f"r{number}" for number in range(50)]
-        assert {(*chunk.token_ids, *chunk.logp, *chunk.token_version, chunk.finish) for chunk in chunks} == {(1, 2, 3, -1, -2, -3, 0, 0, 1, "stop")}
+        assert {(*chunk.token_ids, *chunk.logp, *chunk.token_version, chunk.finish) for chunk in chunks} == {
+            (1, 2, 3, -1, -2, -3, 0, 0, 1, "stop")
+        }
         assert engine.calls.count("submit") == 1
 
     @pytest.mark.parametrize("broken", ["submit", "poll"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,19 @@ class TestDemonstrations:
     def arguments(self, tmp_path: Path, model_folder: Path) -> dict[str, Any]:
         path = tmp_path / "demos.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"{n}=", "completion": str(n) * (1 + n % 3)}) + "\n" for n in range(10)))
-        return {"model_folder": str(model_folder), "source": {"path": str(path)}, "completion_field": "completion", "batch_size": 4, "seed": 5}
+        return {
+            "model_folder": str(model_folder),
+            "source": {"path": str(path)},
+            "completion_field": "completion",
+            "batch_size": 4,
+            "seed": 5,
+        }
 
     @staticmethod
     def shown(demonstrations: Demonstrations, number: int) -> list[tuple[int, ...]]:
         batch = demonstrations.update(number)
         bounds = batch.offsets.tolist()
-        return [tuple(batch.token_ids[start:end].tolist()) for start, end in zip(bounds, bounds[1:], strict=False)]
+        return [tuple(batch.token_ids[start:end].tolist()) for start, end in pairwise(bounds)]
 
     def test_every_epoch_shows_each_once_and_no_end_is_cut_short(self, arguments: dict[str, Any]) -> None:
         demonstrations = Demonstrations(**arguments)
@@ -174,7 +181,7 @@ class TestDemonstrations:
         batch = Demonstrations(**arguments).update(0)
         assert float(batch.weight.sum()) == pytest.approx(1.0)
         bounds = batch.offsets.tolist()
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             assert batch.loss_mask[start:end].tolist() == [False] * 3 + [True] * (end - start - 3)  # <bos>, digit, =
             assert int(batch.token_ids[end - 1]) == 2  # <eos>
 

@@ -77,7 +77,9 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def workers(model_folder: Path, env: str = "python:moody", num_slots: int = 4) -> AsyncIterator[tuple[EnvironmentWorker, list[EngineWorker]]]:
+async def workers(
+    model_folder: Path, env: str = "python:moody", num_slots: int = 4
+) -> AsyncIterator[tuple[EnvironmentWorker, list[EngineWorker]]]:
     rank = RankInfo("environment", 0, 1, "cpu")
     engine = {"kind": "native", "num_slots": num_slots}
     engines = [EngineWorker(rank, engine=engine, model_folder=str(model_folder), dtype="float32") for _ in range(2)]
