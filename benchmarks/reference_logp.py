@@ -47,7 +47,7 @@ def sampled_replies(reader: Reader, step: int) -> list[Trajectory]:
 def reply_logp(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
     """The model's log-probability of every token that the policy sampled, at temperature 1."""
     ids = torch.tensor(trajectory.token_ids, dtype=torch.long)
-    logp = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+    logp: torch.Tensor = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
     return logp[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(trajectory.loss_mask[1:])]
 
 

@@ -170,12 +170,16 @@ class Registry:
             raise PluginError(f"plugin file '{path}' fails while it is imported: {type(error).__name__}: {error}{place}") from error
         return module
 
-    def shipped_sources(self) -> dict[str, str]:
-        """Source text of functions handed over as objects, where Python still knows it."""
+    def sources(self, kinds: Iterable[str]) -> dict[str, str]:
+        """Source text behind those of the names that stand for files or for Python objects, where Python still knows it."""
         sources: dict[str, str] = {}
-        for name, function in self.shipped.items():
-            with contextlib.suppress(OSError, TypeError):  # defined at a prompt, or not in Python
-                sources[f"python:{name}"] = inspect.getsource(function)
+        for kind in kinds:
+            path = kind.partition(":")[0]
+            if path in self.files:
+                sources[path] = self.files[path]
+            elif kind.startswith("python:"):
+                with contextlib.suppress(OSError, TypeError):  # defined at a prompt, or not in Python
+                    sources[kind] = inspect.getsource(self.shipped[kind.removeprefix("python:")])
         return sources
 
     def _shipped(self, family: str, kind: str) -> Entry:

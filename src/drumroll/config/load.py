@@ -5,7 +5,7 @@ defaults < files, left to right < overrides such as `trainer.lr=3e-4`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -50,6 +50,19 @@ def check_config(tree: Mapping[str, Any]) -> RunConfig:
 def resolved_yaml(config: RunConfig) -> str:
     """The config with every default filled in; loading it gives an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def named_kinds(tree: Any) -> Iterator[str]:
+    """Every value of a key `kind`, at any depth of a config as plain data."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if key == "kind" and isinstance(value, str):
+                yield value
+            else:
+                yield from named_kinds(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from named_kinds(value)
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drumroll.config.load import named_kinds
 from drumroll.config.models import RunConfig
 from drumroll.pipelines import rl, sft
 from drumroll.pipelines.job import RlJob, prepare
@@ -14,7 +15,7 @@ def start(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
     job = prepare(cfg)
     folder = folder or RunFolder.claim(cfg.run_dir, cfg.name)
     folder.save_config(cfg.model_dump(mode="json"))
-    folder.save_plugins({**REGISTRY.files, **REGISTRY.shipped_sources()})
+    folder.save_plugins(REGISTRY.sources([*cfg.plugins, *named_kinds(cfg.model_dump())]))
     if isinstance(job, RlJob):
         rl.run(job, folder)
     else:

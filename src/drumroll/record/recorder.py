@@ -63,6 +63,8 @@ class Recorder:
         self._timer = PhaseTimer(on_change=self._view.phase)
         self._exit = ExitStack()
         self._idle_steps = 0
+        self._pulled = isinstance(cfg, RlConfig) and cfg.algo.kl is not None
+        """Whether a reference gives every token a gradient, also where rewards say nothing."""
         self._scores: dict[EvalStage, Scores] = {}
         self._last_step = 0
 
@@ -113,7 +115,9 @@ class Recorder:
         self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples)
         self.compute.forwarded += int(batch.get("batch/num_scored_tokens", 0.0))
         self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in updates))
-        self._idle_steps = self._idle_steps + 1 if batch.get("batch/informative_token_ratio") == 0.0 else 0
+        solved = bool(samples) and all(sample.success for sample in samples)
+        idle = batch.get("batch/informative_token_ratio") == 0.0 and not solved and not self._pulled
+        self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps >= MAX_IDLE_STEPS:
             raise RolloutError(
                 f"{MAX_IDLE_STEPS} steps in a row had nothing to learn from: within every group all rewards were equal, or none came. "

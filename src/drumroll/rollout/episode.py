@@ -154,7 +154,7 @@ async def _converse(lease: Lease, env: Env, engine: Engine, renderer: Renderer, 
         draft.timings["generate_s"] = generate_s
         if chunk.finish == "error":
             raise RolloutError(f"the engine refused the request: {chunk.error}")
-        reply = renderer.reply_text(chunk.token_ids, lease.sampling.stop)
+        reply = renderer.reply_text(chunk.token_ids, lease.sampling.stop, draft.token_ids)
         draft.reply(chunk, reply)
         if chunk.finish in ("aborted", "deadline"):
             return chunk.finish

@@ -33,8 +33,8 @@ class Renderer:
             raise ValueError("the environment is not done, but its step has neither `prompt` nor `messages`")
         return self.tokenizer.encode(prompt), prompt
 
-    def reply_text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
-        """What the policy said, without end tokens and without the stop string that ended it."""
-        text = self.tokenizer.decode(ids)
+    def reply_text(self, ids: Sequence[int], stop: Sequence[str], after: Sequence[int] = ()) -> str:
+        """What the policy said behind the tokens `after`, without end tokens and without the stop string that ended it."""
+        text = self.tokenizer.decode(ids, after)
         cuts = [at for word in stop if (at := text.find(word)) >= 0]
         return text[: min(cuts)] if cuts else text

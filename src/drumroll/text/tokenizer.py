@@ -17,6 +17,10 @@ from drumroll.errors import DataError, ModelError
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
+CONTEXT_TOKENS = 4
+"""Tokens before a text that may change how it is spelled."""
+
+
 class Tokenizer:
     """The tokenizer of a model folder.
 
@@ -59,9 +63,14 @@ class Tokenizer:
         completion_ids = joint[len(prompt_ids) :] if clean_cut else self.encode(completion)
         return prompt_ids, completion_ids + list(self.eos_ids[:1])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return str(self.hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Text without special tokens, as it stands behind the tokens `after`: many tokenizers swallow a text's first space."""
+        context = list(after[-CONTEXT_TOKENS:])
+        head, whole = self._text(context), self._text([*context, *ids])
+        return whole[len(head) :] if whole.startswith(head) else self._text(list(ids))
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) if ids else ""
 
 
 def _load(folder: Path, trust_remote_code: bool) -> Any:

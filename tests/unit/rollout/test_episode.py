@@ -40,7 +40,7 @@ class Characters:
     def next(self, prompt: str | None, messages: Sequence[Message] | None, last_token: int) -> tuple[list[int], str]:
         return self.first(prompt, messages)
 
-    def reply_text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
+    def reply_text(self, ids: Sequence[int], stop: Sequence[str], after: Sequence[int] = ()) -> str:
         return "".join(chr(token) for token in ids if token != END)
 
 
