@@ -41,8 +41,19 @@ class Version(NamedTuple):
         return f"{self.incarnation}.{self.step}"
 
 
+class Parcel:
+    """Base of dataclasses that cross processes by the thousand: pickled as one call with their values, in the order of their
+    fields, at a third of what the general way costs."""
+
+    __slots__ = ()
+    __match_args__: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), tuple([getattr(self, name) for name in self.__match_args__])
+
+
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(Parcel):
     """One problem: a dataset row or an environment seed.
 
     Example: `Task(id="train-17", prompt="sort 3142=", data={"answer": "1234"})`.
@@ -56,7 +67,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Parcel):
     """How tokens are drawn. The defaults sample from the model's own distribution."""
 
     max_new_tokens: int = 128
@@ -71,7 +82,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Parcel):
     """A stretch of a trajectory's tokens, `token_ids[start:end]`, by one author."""
 
     author: Literal["environment", "policy"]
@@ -81,7 +92,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
+class Trajectory(Parcel):
     """One attempt at a task, exactly as it was sampled.
 
     Example: prompt tokens [5, 6, 7], reply tokens [8, 2]: `token_ids` = [5, 6, 7, 8, 2], `loss_mask` = [0, 0, 0, 1, 1].
@@ -142,7 +153,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleInfo:
+class SampleInfo(Parcel):
     """What the controller knows of a sample: a few hundred bytes, never its tokens."""
 
     sample_id: str
@@ -255,7 +266,7 @@ class TokenLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class GenRequest:
+class GenRequest(Parcel):
     """One reply to generate: after `token_ids` (prompt) and `sampled` (tokens of this reply that exist already)."""
 
     id: str
@@ -272,7 +283,7 @@ FinishReason = Literal["stop", "length", "aborted", "deadline", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Parcel):
     """Tokens of one request since the last poll. The last chunk of a request has a finish reason, and comes exactly once."""
 
     id: str

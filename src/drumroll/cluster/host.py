@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import importlib
 import inspect
 import os
@@ -193,6 +194,9 @@ class Host:
             return getattr(importlib.import_module(module), name)(rank=rank, **kwargs)
 
         self._worker = await self._run(target, build)
+        # Libraries bring hundreds of thousands of objects that never go: the collector need not look at them again and again.
+        gc.collect()
+        gc.freeze()
 
     async def call(self, method: str, num_returns: int | None, template: tuple[Iterable[Any], Mapping[str, Any]], *values: Any) -> Any:
         """Run a method of the worker; `values` are the by-reference arguments, which Ray has fetched.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drumroll.types import Sampling, Task
+from drumroll.types import Parcel, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Parcel):
     """The order to run one sample's episode on one engine."""
 
     sample_id: str

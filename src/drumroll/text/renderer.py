@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from drumroll.text.chat import continuation_ids, messages_to_ids
 from drumroll.text.tokenizer import Tokenizer
 from drumroll.types import Message
+
+CACHED_PROMPTS = 256
+"""Prompts whose tokens are kept: the samples of a group begin alike."""
 
 
 class Renderer:
@@ -14,6 +18,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self._prompt_ids = lru_cache(CACHED_PROMPTS)(tokenizer.encode_prompt)
 
     def first(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[list[int], str]:
         """Tokens and text that open an episode."""
@@ -22,7 +27,7 @@ class Renderer:
             return ids, self.tokenizer.decode(ids)
         if prompt is None:
             raise ValueError("the environment's first step has neither `prompt` nor `messages`")
-        return self.tokenizer.encode_prompt(prompt), prompt
+        return list(self._prompt_ids(prompt)), prompt
 
     def next(self, prompt: str | None, messages: Sequence[Message] | None, last_token: int) -> tuple[list[int], str]:
         """Tokens and text that follow a reply, whose last token says whether it closed itself."""

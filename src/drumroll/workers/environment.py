@@ -19,6 +19,9 @@ from drumroll.text.renderer import Renderer
 from drumroll.text.tokenizer import Tokenizer
 from drumroll.types import RankInfo, SampleInfo, Trajectory
 
+STARTED_AT_ONCE = 64
+"""Episodes that begin before their requests go to the engines, which are then busy while the next ones begin."""
+
 LINGER_S = 0.01
 """After the first result, a poll waits this long for more, so that results travel in batches."""
 
@@ -54,11 +57,13 @@ class EnvironmentWorker:
         self._engines = [EngineClient(handle.call, self._client_id) for handle in engines]
 
     async def lease(self, leases: Sequence[Lease]) -> None:
-        """Start an episode for each; returns at once."""
-        for lease in leases:
+        """Start an episode for each; returns when all have begun, and does not wait for their ends."""
+        for number, lease in enumerate(leases, 1):
             task = asyncio.create_task(self._run(lease))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+            if number % STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def poll(self, wait_s: float) -> tuple[list[SampleInfo], list[Trajectory]]:
         """Results since the last poll: metadata for the controller, and the block that it passes on by reference."""
