@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit docs clean
+.PHONY: help install demo test chaos lint types unit docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,6 +24,10 @@ demo: install  ## Train a tiny model by RL on the CPU and show what it learnt (a
 	$(BIN)/drumroll train recipes/quickstart.yaml
 
 test: install lint types unit  ## Everything that CI runs: lint, strict types, all tests
+
+chaos: install  ## Kill runs at 50 random points, through Ray and inside one process, and compare (about 30 minutes)
+	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
+	$(BIN)/python tests/e2e/chaos.py $$(mktemp -d) --kills 50 --seed 11
 
 lint: install  ## Style
 	$(BIN)/ruff check .

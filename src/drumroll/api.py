@@ -12,6 +12,7 @@ from typing import Any
 
 from drumroll.config.load import check_config, merge
 from drumroll.errors import ConfigError
+from drumroll.pipelines.start import resume as resume_run
 from drumroll.pipelines.start import start
 from drumroll.record.files import read_lines
 from drumroll.record.folder import RunFolder
@@ -89,6 +90,14 @@ def train(
         folder.give_up()
         raise
     return Run(folder.root)
+
+
+def resume(run: str | Path, *overrides: str, reward: Callable[..., Any] | Sequence[Callable[..., Any]] = ()) -> Run:
+    """Go on with a run that was cut off, from its newest good checkpoint: `drumroll.resume("runs/x", "trainer.lr=1e-4")`.
+
+    `reward` gives again the functions that `train` was given, in the same order; rewards that have a name need not be."""
+    _sections([reward] if callable(reward) else reward)
+    return Run(resume_run(run, overrides).root)
 
 
 def _sections(rewards: Sequence[Reward]) -> list[dict[str, Any]]:

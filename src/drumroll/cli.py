@@ -30,11 +30,47 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")
 
 
 @app.command()
-def train(inputs: Inputs) -> None:
+def train(
+    inputs: Inputs,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Watch over the run from a second process, and resume it if its process dies.")
+    ] = False,
+) -> None:
     """Train as the config says."""
     from drumroll.pipelines.start import start
 
-    start(_config(inputs))
+    cfg = _config(inputs)
+    if supervise:
+        raise typer.Exit(_supervised(cfg, inputs))
+    start(cfg)
+
+
+@app.command()
+def resume(
+    run: RunPath,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="What is to change in the run's config, by name.")
+    ] = None,
+    changed: Annotated[
+        list[str] | None, typer.Option("--changed", metavar="FILE", help="Accept that this plugin file is not what it was.")
+    ] = None,
+) -> None:
+    """Go on with a run that was cut off, from its newest good checkpoint."""
+    from drumroll.pipelines.start import resume
+
+    resume(run, overrides or (), changed or ())
+
+
+@app.command()
+def replay(run: RunPath, step: Annotated[int, typer.Option(help="Step of RL to train again.", min=1)]) -> None:
+    """Train a step again from its stored trajectories, without engines, and compare with what was recorded."""
+    from drumroll.pipelines.replay import replay as replay_step
+    from drumroll.record.show import replay_table
+
+    results = replay_step(run, step)
+    Console().print(replay_table([(result.step, result.same_weights, result.differences()) for result in results]))
+    if not results[-1].same_weights:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -86,6 +122,9 @@ def show(
     success: Annotated[bool | None, typer.Option("--success/--no-success", help="Only successes, or only others.")] = None,
     limit: Annotated[int, typer.Option(help="At most this many.", min=1)] = 20,
     full: Annotated[bool, typer.Option("--full", help="Print every listed sample in full.")] = False,
+    superseded: Annotated[
+        bool, typer.Option("--superseded", help="Only samples that the run left behind when it went back to a checkpoint.")
+    ] = False,
 ) -> None:
     """List and print trajectories of a run, also while it goes on."""
     from drumroll.record.folder import RunFolder
@@ -93,7 +132,7 @@ def show(
     from drumroll.record.store import Reader
 
     console = Console()
-    where = parse_filter(phase=phase, step=step, reward=reward, domain=domain, stop_reason=stop, success=success)
+    where = parse_filter(phase=phase, step=step, reward=reward, domain=domain, stop_reason=stop, success=success, superseded=superseded)
     with Reader(RunFolder.open(run).store) as reader:
         rows = [reader.row(sample)] if sample else reader.query(where, limit=limit)
         if not sample and not full:
@@ -124,6 +163,31 @@ def list_registered(
         for name in REGISTRY.names(known):
             table.add_row(known, name, REGISTRY.lookup(known, name).summary)
     Console().print(table)
+
+
+def _supervised(cfg: Any, inputs: Sequence[str]) -> int:
+    """Run `drumroll train` in a child process, and `drumroll resume` whenever that dies; returns the exit code."""
+    from drumroll.pipelines.job import prepare
+    from drumroll.pipelines.supervise import supervise
+    from drumroll.record.checkpoint import CheckpointStore
+    from drumroll.record.folder import RunFolder
+
+    def checkpoints() -> list[str]:
+        if not folder.config_file.exists():
+            return []
+        with CheckpointStore(folder.checkpoint_root) as store:
+            return store.names()
+
+    prepare(cfg)
+    folder = RunFolder.claim(cfg.run_dir, cfg.name)
+    folder.give_up()  # the name is known now, and the child claims it
+    drumroll = [sys.executable, "-m", "drumroll"]
+    return supervise(
+        [*drumroll, "train", *inputs, f"run_dir={folder.root}"],
+        [*drumroll, "resume", str(folder.root)],
+        progress=checkpoints,
+        say=lambda text: print(f"drumroll: {text}", file=sys.stderr),
+    )
 
 
 def _config(inputs: Sequence[str]) -> Any:

@@ -11,8 +11,11 @@
     ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
     │   └── WorkerLost             the worker's process or node is gone
     ├── WeightSyncError            weights that did not arrive as they were sent
+    ├── CheckpointError            a checkpoint that is damaged, incomplete or of another run
+    │   └── DiskNearlyFull         one that was not written for want of space; the run can go on
     ├── RewardError                a reward that failed, took too long or returned no number: no verdict, never a zero
-    └── RolloutError               rollouts that can no longer deliver what the step needs
+    ├── RolloutError               rollouts that can no longer deliver what the step needs
+    └── DivergedError              training whose numbers are no longer finite, also after going back
 
 `PolicyFault` stands apart: an environment raises it when the model's own action broke it. It is a verdict, not a failure.
 
@@ -66,12 +69,24 @@ class WeightSyncError(DrumrollError):
     """Weights that did not arrive as they were sent."""
 
 
+class CheckpointError(DrumrollError):
+    """A checkpoint that is damaged, incomplete or of another run."""
+
+
+class DiskNearlyFull(CheckpointError):
+    """A checkpoint that was not written for want of space; those before it are intact, and the run can go on."""
+
+
 class RewardError(DrumrollError):
     """A reward that failed, took too long, or returned something that is no reward."""
 
 
 class RolloutError(DrumrollError):
     """Rollouts that can no longer deliver what the step needs."""
+
+
+class DivergedError(DrumrollError):
+    """Training whose losses or gradients are no longer finite, also after going back to an earlier state."""
 
 
 class PolicyFault(Exception):

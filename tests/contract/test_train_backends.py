@@ -196,7 +196,7 @@ def test_updates_are_those_of_plain_torch(name: str, options: dict[str, Any], mo
         assert metrics[number]["lr"] == pytest.approx(lr)
         assert metrics[number]["num_tokens"] == batch.num_tokens
         assert metrics[number]["num_loss_tokens"] == int(batch.loss_mask.sum())
-        assert metrics[number]["skipped"] == 0.0
+        assert metrics[number]["skipped"] == metrics[number]["nonfinite"] == 0.0
         assert metrics[number]["ratio"] == pytest.approx(1.0)
         assert metrics[number]["kl"] > 0
         assert metrics[number]["entropy"] > 0
@@ -239,70 +239,65 @@ def test_masked_tokens_change_nothing(models: dict[str, Path], make: Make) -> No
         assert torch.equal(tensor, results[1][name]), name
 
 
+def broken(logp: Tensor, batch: Batch) -> TokenLoss:
+    return TokenLoss(logp * torch.tensor([torch.nan]))
+
+
+def steep(logp: Tensor, batch: Batch) -> TokenLoss:
+    """A loss of 0 whose gradient is infinite."""
+    return TokenLoss((logp - logp.detach()).abs().sqrt())
+
+
+def endless(logp: Tensor, batch: Batch) -> TokenLoss:
+    """An infinite loss whose gradient is finite."""
+    return TokenLoss(logp + torch.inf)
+
+
+FAULTY = (broken, steep, endless)
+
+
 def test_an_update_without_weight_or_with_a_broken_loss_is_no_update(models: dict[str, Path], make: Make) -> None:
     batch = make_batch()
-    backend, twin = make(models["llama"], micro_batch_tokens=60), make(models["llama"], micro_batch_tokens=60)
+    backend, twin = (make(models["llama"], micro_batch_tokens=60, schedule="linear") for _ in range(2))
     backend.train([batch], ppo_clip)
     twin.train([batch], ppo_clip)
-
-    def broken(logp: Tensor, batch: Batch) -> TokenLoss:
-        return TokenLoss(logp * torch.tensor([torch.nan]))
-
-    def steep(logp: Tensor, batch: Batch) -> TokenLoss:
-        return TokenLoss((logp - logp.detach()).abs().sqrt())  # a loss of 0 whose gradient is infinite
 
     def raising(logp: Tensor, batch: Batch) -> TokenLoss:
         if batch.num_tokens < 60:
             raise ZeroDivisionError
         return cross_entropy(logp, batch)
 
-    for loss in (broken, steep):
-        assert backend.train([batch], loss)[0]["skipped"] == 1.0
+    for loss in FAULTY:
+        metrics = backend.train([batch], loss)[0]
+        assert (metrics["skipped"], metrics["nonfinite"]) == (1.0, 1.0)
     with pytest.raises(ZeroDivisionError):  # in the second pass, after the gradient of the first
         backend.train([batch], raising)
-    for nothing in (batch.with_fields(weight=torch.zeros(batch.num_tokens)), select(batch, [])):
+    for nothing in (
+        batch.with_fields(weight=torch.zeros(batch.num_tokens)),
+        batch.with_fields(weight=(~batch.loss_mask).float()),
+        batch.with_fields(loss_mask=torch.zeros(batch.num_tokens, dtype=torch.bool)),
+        select(batch, []),
+    ):
         metrics = backend.train([nothing], ppo_clip)[0]
-        assert (metrics["skipped"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0)
-    backend.train([batch], ppo_clip)
-    twin.train([batch], ppo_clip)
+        assert (metrics["skipped"], metrics["nonfinite"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0, 0.0)
+    assert backend.train([batch], ppo_clip) == twin.train([batch], ppo_clip), "skipped updates do not count"
     for (name, tensor), (_, expected) in zip(backend.weights(), twin.weights(), strict=True):
         assert torch.equal(tensor, expected), name
 
 
-def test_remember_recall_and_a_new_schedule(models: dict[str, Path], make: Make) -> None:
+def test_a_new_schedule_starts_with_a_fresh_optimizer(models: dict[str, Path], make: Make, tmp_path: Path) -> None:
     first, second = make_batch(1), make_batch(2)
     backend = make(models["qwen2"], schedule="cosine", total_updates=4)
-    start = weights_of(backend)
-    backend.remember("start")
     backend.train([first], cross_entropy)
-    backend.remember("later")
-    lr = backend.train([second], cross_entropy)[0]["lr"]
-    end = weights_of(backend)
-    assert not torch.equal(start["lm_head.weight" if "lm_head.weight" in start else "model.embed_tokens.weight"], next(iter(end.values())))
-
-    backend.train([first], cross_entropy)
-    backend.recall("later")
-    assert backend.train([second], cross_entropy)[0]["lr"] == lr
-    for name, tensor in backend.weights():
-        assert torch.equal(tensor, end[name]), f"{name} after recall: weights, moments or update count differ"
-
-    backend.recall("start")
-    for name, tensor in backend.weights():
-        assert torch.equal(tensor, start[name]), name
-    backend.train([first, second], cross_entropy)
-    for name, tensor in backend.weights():
-        assert torch.equal(tensor, end[name]), name
-
     backend.begin(Schedule(1e-4, 2, "cosine"))
-    assert [metrics["lr"] for metrics in backend.train([first, first], cross_entropy)] == pytest.approx([1e-4, 0.0])
-    fresh = make(models["qwen2"])
-    fresh.begin(Schedule(LR, 1))
-    backend.recall("start")
-    backend.begin(Schedule(LR, 1))
+    assert [metrics["lr"] for metrics in backend.train([first, second], cross_entropy)] == pytest.approx([1e-4, 0.0])
+    backend.export(tmp_path / "model")
+    fresh = make(tmp_path / "model")
     for each in (fresh, backend):
+        each.begin(Schedule(LR, 1))
         each.train([first], cross_entropy)
     for (name, tensor), (_, expected) in zip(backend.weights(), fresh.weights(), strict=True):
-        assert torch.equal(tensor, expected), f"{name}: a new schedule starts with a fresh optimizer"
+        assert torch.equal(tensor, expected), name
 
 
 def test_the_same_seed_twice_is_bit_identical_also_through_host_memory(models: dict[str, Path], make: Make) -> None:
@@ -342,6 +337,13 @@ def test_weights_and_export_speak_the_language_of_hugging_face(name: str, models
     assert {key for key in source if kept.get(key) != source[key]} <= {"transformers_version", "_name_or_path"}
     with pytest.raises(RunFolderError, match="not empty"):
         backend.export(target)
+    backend.train([batch], cross_entropy)
+    (target / "of the old model").touch()
+    backend.export(target, replace=True)
+    backend.export(tmp_path / "run" / "new", replace=True)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["model", "new"]
+    replaced, new = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (target, target.parent / "new"))
+    assert replaced == new
 
 
 def test_a_sliding_window_is_obeyed(models: dict[str, Path], make: Make, tmp_path: Path) -> None:
@@ -396,7 +398,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def as_rank(rank: int, kind: str, root: Path, ports: list[str]) -> None:
-    """What each of the two processes does: train, score, remember, skip and export, and write down what it saw."""
+    """What each of the two processes does: score, train, skip and export, and write down what it saw."""
     torch.set_num_threads(1)
     seen: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -406,12 +408,11 @@ def as_rank(rank: int, kind: str, root: Path, ports: list[str]) -> None:
         updates = [make_batch(seed) for seed in range(3)]
         shards = [select(update, shards_of(update, number)[rank]) for number, update in enumerate(updates)]
         tensors[f"{variant}/before"] = backend.logprobs(shards[1])
-        backend.remember("start")
-        backend.train(shards, ppo_clip)
-        backend.recall("start")
-        seen[variant] = backend.train(shards, ppo_clip)
-        broken = shards[0].with_fields(advantages=torch.full_like(shards[0].weight, torch.nan if rank == 1 else 1.0))
-        seen[f"{variant}/skipped"] = backend.train([broken], ppo_clip)[0]["skipped"]
+        seen[variant] = backend.train(shards[:2], ppo_clip)
+        poisoned = shards[0].with_fields(advantages=torch.full_like(shards[0].weight, torch.nan if rank == 1 else 1.0))
+        skipped = backend.train([poisoned], ppo_clip)[0]
+        seen[f"{variant}/skipped"] = [skipped["skipped"], skipped["nonfinite"]]
+        seen[variant] += backend.train(shards[2:], ppo_clip)
         backend.to("host")
         backend.to("device")
         tensors[f"{variant}/empty"] = backend.logprobs(shards[2])
@@ -435,13 +436,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.mark.parametrize("kind", REGISTRY.names("train_backend"))
-def test_two_ranks_are_one(kind: str, tmp_path: Path) -> None:
-    models = make_models(tmp_path)
-    ports = [str(port) for port in free_ports(len(VARIANTS))]
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+def run_two_ranks(script: str, kind: str, root: Path, num_ports: int) -> list[Any]:
+    """Run a script once for each of two ranks, on its own free ports; what each wrote to `rank<n>.json`."""
+    ports = [str(port) for port in free_ports(num_ports)]
+    logs = [root / f"rank{rank}.log" for rank in range(2)]
     ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), kind, str(tmp_path), *ports], stderr=log.open("w"))
+        subprocess.Popen([sys.executable, script, str(rank), kind, str(root), *ports], stderr=log.open("w"))
         for rank, log in enumerate(logs)
     ]
     try:
@@ -450,12 +450,18 @@ def test_two_ranks_are_one(kind: str, tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
     assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((root / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", REGISTRY.names("train_backend"))
+def test_two_ranks_are_one(kind: str, tmp_path: Path) -> None:
+    models = make_models(tmp_path)
+    seen = run_two_ranks(__file__, kind, tmp_path, len(VARIANTS))
     tensors = [load_file(tmp_path / f"rank{rank}.safetensors") for rank in range(2)]
     assert seen[0] == seen[1]
     updates = [make_batch(seed) for seed in range(3)]
     for variant, options in VARIANTS.items():
-        assert seen[0][f"{variant}/skipped"] == 1.0
+        assert seen[0][f"{variant}/skipped"] == [1.0, 1.0]
         assert seen[0][f"{variant}/refused"]
         backend = make_backend(kind, models[options["name"]])
         for rank, indices in enumerate(shards_of(updates[1], 1)):

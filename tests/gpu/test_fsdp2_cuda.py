@@ -85,9 +85,9 @@ def test_scores_and_updates_agree_with_the_cpu(folder: Path, tmp_path: Path, dty
     reference = make_backend(folder, "cpu", "float32")
     backend = make_backend(folder, "cuda:0", dtype, micro_batch_tokens=300, gradient_checkpointing=True)
     torch.testing.assert_close(backend.logprobs(batch), reference.logprobs(batch), rtol=0, atol=tolerance)
-    backend.remember("start")
+    backend.save(backend.snapshot(), tmp_path / "start")
     backend.train([batch], cross_entropy)
-    backend.recall("start")
+    backend.load(tmp_path / "start")
     backend.to("host")
     backend.to("device")
     losses = [metrics["loss"] for metrics in backend.train([batch] * 8, cross_entropy)]
@@ -101,12 +101,12 @@ def test_scores_and_updates_agree_with_the_cpu(folder: Path, tmp_path: Path, dty
     reference.close()
 
 
-def test_a_remembered_state_trains_on_as_before(folder: Path) -> None:
+def test_a_saved_state_trains_on_as_before(folder: Path, tmp_path: Path) -> None:
     backend, batch = make_backend(folder, "cuda:0", "bfloat16"), make_batch()
     backend.train([batch], cross_entropy)
-    backend.remember("here")
+    backend.save(backend.snapshot(), tmp_path / "here")
     first = backend.train([batch], cross_entropy)[0]
-    backend.recall("here")
+    backend.load(tmp_path / "here")
     again = backend.train([batch], cross_entropy)[0]
     assert again["lr"] == first["lr"]
     assert again["loss"] == pytest.approx(first["loss"], rel=1e-3)

@@ -2,18 +2,23 @@
 
 A private one listens on the loopback only, has a token and a temporary folder of its own, and ends with the session, so that
 two runs on one machine know nothing of each other.
+
+    controller ── starts ──► gcs, raylet, agents ──► workers       each has DRUMROLL_SESSION=<folder> in its environment
+        └── pipe ──► guardian: when the pipe closes, ends every process with that variable and removes the folder
+
+The pipe closes in an orderly end and when the controller's process dies, be it by SIGKILL: nothing is left either way.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import secrets
-import shutil
-import signal
 import socket
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
+import ray._private.utils
 import ray._private.worker
 from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -44,7 +50,11 @@ CPU_ENVIRONMENT = {
 
 CONNECT_S = 5.0
 STOP_S = 3.0
-"""Processes of a private Ray that are still there this long after its end are killed."""
+"""How long the workers of a private Ray may take to end by themselves; the guardian kills those that do not."""
+MARK = "DRUMROLL_SESSION"
+"""Variable in the environment of every process of a private Ray: its folder. Process ids are used again; the folder's name is not."""
+KEEP, REMOVE = "keep", "remove"
+"""What a guardian is told to do with the folder in an orderly end."""
 
 
 class Session:
@@ -64,7 +74,9 @@ class Session:
         self._pool: Pool | None = None
         self._stack = ExitStack()
         self._actors: list[Any] = []
+        self._ending = False
         self._local_pids: set[int] = set()
+        self._guardian: _Guardian | None = None
 
     @property
     def private(self) -> bool:
@@ -76,7 +88,8 @@ class Session:
         try:
             self._stack.enter_context(_quiet())
             self._stack.enter_context(_environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}))  # of results that nobody asks for any more
-            with _own_sigterm():
+            # `ray.init` would take SIGTERM over; the program's own handler stays.
+            with _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None):
                 self._start() if self.private else self._join()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -84,13 +97,15 @@ class Session:
         return self
 
     def _start(self) -> None:
+        self._guardian = _Guardian()
         # Sockets have paths of at most 107 characters, and Ray adds about 70.
         self.folder = tempfile.mkdtemp(prefix="drumroll-ray-", dir=None if len(tempfile.gettempdir()) < 15 else "/tmp")
+        self._guardian.tell(self.folder)
         # A token of its own: none is written into the home folder, and nobody else's is needed.
         self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
         self._stack.enter_context(_fresh_token())
         # Ray replaces 127.0.0.1 by the machine's outer address unless it is told that it cannot form a cluster.
-        with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False), _environment({MARK: self.folder}):
             ray.init(
                 address="local",  # also when RAY_ADDRESS names a cluster
                 num_cpus=os.cpu_count(),
@@ -122,20 +137,19 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            for actor in self._actors:
-                with suppress(Exception):
-                    ray.kill(actor)
+            self.end_workers()
         finally:
             self._actors.clear()
             try:
                 ray.shutdown()
             finally:
-                _end(self._local_pids)
+                _await_end(self._local_pids)
                 self._stack.close()
-                if self.folder is not None and isinstance(error, WorkerError):
-                    error.add_note(f"The workers' logs are kept in {self.folder}.")
-                elif self.folder is not None:
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                if self._guardian is not None:
+                    keep = isinstance(error, WorkerError)
+                    self._guardian.dismiss(KEEP if keep else REMOVE)
+                    if error is not None and keep:
+                        error.add_note(f"The workers' logs are kept in {self.folder}.")
 
     def pool(self) -> Pool:
         """This machine, or the live nodes of the joined cluster as they were when first asked for."""
@@ -194,11 +208,83 @@ class Session:
     def adopt(self, actor: Any) -> None:
         """End this actor with the session."""
         self._actors.append(actor)
+        if self._ending:
+            ray.kill(actor)
+
+    def end_workers(self) -> None:
+        """End every worker, and each that is adopted from now on: launches in other threads fail at once instead of going on."""
+        self._ending = True
+        for actor in tuple(self._actors):
+            with suppress(Exception):
+                ray.kill(actor)
 
     def came_up(self, info: HostInfo) -> None:
-        """A worker's process runs; in a private session its end is made sure of."""
+        """A worker's process runs; in a private session its end is waited for."""
         if self.private:
             self._local_pids.add(info.pid)
+
+
+class _Guardian:
+    """A small process that outlives this one by seconds and clears up after it. No signal to this one's group reaches it."""
+
+    def __init__(self) -> None:
+        code = f"{inspect.getsource(_guard)}\n_guard({MARK!r}, {KEEP!r})"
+        self._process = subprocess.Popen(  # its end of the pipe is closed in every program that this process starts
+            [sys.executable, "-I", "-S", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+            text=True,
+        )
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def dismiss(self, order: str) -> None:
+        """Have it end what is still there and deal with the folder; returns when it is done."""
+        with suppress(BrokenPipeError):  # somebody ended it
+            self.tell(order)
+        with suppress(BrokenPipeError):
+            self._process.communicate()
+
+
+def _guard(mark: str, keep: str) -> None:
+    """The guardian's program, which is this function's source alone. Reads the session's folder and, in an orderly end, an order.
+
+    Where the controller died, it may have been about to start another process: the guardian looks again for a second.
+    """
+    import os
+    import shutil
+    import signal
+    import sys
+    import time
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    folder, *order = sys.stdin.read().splitlines() or [""]
+    if not folder:
+        return
+    wanted = f"{mark}={folder}".encode()
+    started = time.monotonic()
+    while time.monotonic() < started + 8.0:
+        num_found = 0
+        for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
+            try:
+                with open(f"/proc/{name}/environ", "rb") as environ:
+                    if wanted in environ.read().split(b"\0"):
+                        num_found += 1
+                        os.kill(int(name), signal.SIGKILL)
+            except OSError:  # it has ended, or is somebody else's
+                continue
+        if not num_found and (order or time.monotonic() > started + 1.0):
+            break
+        time.sleep(0.02)
+    if order != [keep]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -251,19 +337,6 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """`ray.init` takes SIGTERM over; the program's own handler stays."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -272,12 +345,9 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _end(pids: set[int]) -> None:
-    """Wait until the processes are gone, and kill those that stay (a stopped process cannot end itself)."""
+def _await_end(pids: set[int]) -> None:
+    """Wait until the processes are gone, within reason: a stopped process cannot end itself."""
     patience = time.monotonic() + STOP_S
     while any(map(_alive, pids)) and time.monotonic() < patience:
         time.sleep(0.02)
-    for pid in filter(_alive, pids):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
     pids.clear()

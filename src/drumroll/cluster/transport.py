@@ -106,6 +106,10 @@ class SendsWeights:
             self._group = None
         return sent
 
+    def digest(self) -> str:
+        """Every rank: what `Sent.digest` would be, without sending anything."""
+        return digest({name: checksum(tensor) for name, tensor in self.backend.weights()})
+
     async def release_weights(self, index: int) -> None:
         """Wait no longer for an engine that reads shared memory. On the event loop: the compute thread is sending."""
         if self._outbox is not None:

@@ -84,8 +84,14 @@ class SyncReport:
     seconds: float
     num_bytes: int
     num_tensors: int
+    digest: str
+    """Of all names and checksums: two versions with the same digest have the same weights."""
     transports: dict[int, Transport] = field(default_factory=dict)
     """By engine rank."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"sync/seconds": self.seconds, "sync/bytes": float(self.num_bytes)}
 
 
 class WeightSync:
@@ -153,7 +159,7 @@ class WeightSync:
         if failed:
             reasons = "\n".join(failed.values())
             raise WeightSyncError(f"version {version} did not reach {len(failed)} of {len(targets)} engines.\n{reasons}")
-        return SyncReport(version, time.monotonic() - started, sent.num_bytes, sent.num_tensors, transports)
+        return SyncReport(version, time.monotonic() - started, sent.num_bytes, sent.num_tensors, sent.digest, transports)
 
     def _wait(
         self,

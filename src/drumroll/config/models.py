@@ -298,8 +298,21 @@ class RecordConfig(Options):
     """Metrics as TensorBoard files too."""
     wandb: WandbConfig | None = None
     trackio: TrackioConfig | None = None
-    checkpoint_every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only the last one."""
+
+
+class CheckpointConfig(Options):
+    """Checkpoints, from which `drumroll resume` goes on. Training pauses only for a copy to memory."""
+
+    every: NonNegativeInt = 0
+    """Steps of RL (in the `sft` pipeline: updates) between checkpoints; 0: by time alone."""
+    every_s: PositiveFloat = 600.0
+    """A checkpoint is also written when the last one is this old."""
+    root: str | None = None
+    """Folder or any fsspec URL, such as `s3://bucket/run`; `<run>/checkpoints` otherwise."""
+    keep_last: PositiveInt = 2
+    """The newest that are kept."""
+    keep_best: NonNegativeInt = 0
+    """Besides those, the ones with the best evaluation: sampled success, or mean reward."""
 
 
 class DeviceRequest(Options):
@@ -345,6 +358,9 @@ class RunConfig(Options):
     """Short name of the run, part of the default run folder's."""
     seed: NonNegativeInt = 0
     """Root of all randomness."""
+    deterministic: bool = False
+    """Promise that the same config gives the same weights bit for bit, on any number of engines, environment workers and slots, and
+    also when the run was killed and resumed; settings that cannot keep the promise are refused."""
     run_dir: str | None = None
     """Folder of the run; `runs/<name>-<time>` otherwise. One that already holds a run is refused."""
     plugins: tuple[str, ...] = ()
@@ -358,6 +374,13 @@ class RunConfig(Options):
     """Parallel sizes by role."""
     ray: RayConfig = RayConfig()
     record: RecordConfig = RecordConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def float32_if_deterministic(self) -> RunConfig:
+        if self.deterministic and self.model.dtype != "float32":
+            raise ValueError("`deterministic` needs `model.dtype: float32`: narrower numbers round differently in batches of other shapes")
+        return self
 
 
 class SftRunConfig(RunConfig):
@@ -386,6 +409,12 @@ class RlConfig(RunConfig):
     engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)
     warmup: WarmupConfig | None = None
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def repeatable(self) -> RlConfig:
+        if self.deterministic and self.engine.kind != "native":
+            raise ValueError(f"`deterministic`: the engine '{self.engine.kind}' samples other tokens each time; use `engine.kind: native`")
+        return self
 
     @model_validator(mode="after")
     def sections_fit(self) -> RlConfig:

@@ -16,11 +16,12 @@ from drumroll.models.scratch import check_scratch, make_scratch
 
 
 def prepare_model(cfg: ModelConfig, target: Path, seed: int) -> Path:
-    """The folder of the model: the one the config names, or `target`, into which a model from scratch is written.
+    """The folder of the model: the one the config names, or `target`, into which a model from scratch is written, once.
 
     The weights of a model from scratch depend on the config and on `seed` alone."""
     if cfg.scratch is not None:
-        make_scratch(cfg.scratch, target, seed)
+        if not (target / "config.json").exists():
+            make_scratch(cfg.scratch, target, seed)
         return target
     return _existing(cfg)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def check_scratch(cfg: ScratchConfig) -> None:
 
 
 def make_scratch(cfg: ScratchConfig, target: Path, seed: int) -> None:
-    """Write a Hugging Face folder: tokenizer, config, and weights drawn from a generator seeded by `seed` alone."""
+    """Write a Hugging Face folder, whole or not at all: tokenizer, config, and weights drawn from a generator seeded by `seed` alone."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -38,10 +39,13 @@ def make_scratch(cfg: ScratchConfig, target: Path, seed: int) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ConfigError(f"`model.scratch.config`: {cfg.architecture} cannot be built with these fields: {error}") from error
-    target.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
     with _no_progress_bars():
-        model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+        model.save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    draft.rename(target)
 
 
 def character_vocabulary(characters: str) -> dict[str, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from drumroll.config.models import RlConfig
 from drumroll.pipelines.fleet import Fleet
+from drumroll.pipelines.keeper import Keeper
 from drumroll.record.recorder import Recorder
 from drumroll.rollout.scheduler import GroupRequest
 from drumroll.types import SampleInfo, Task
@@ -20,15 +21,25 @@ class Evaluator:
         self._fleet = fleet
         self._rec = rec
 
-    def run(self, step: int, *, comparison: bool = False) -> None:
-        """Evaluate the engines' current weights; without held-out tasks nothing happens."""
-        if not self._tasks:
+    def run_if_due(self, keeper: Keeper) -> None:
+        """Evaluate the engines' current weights before the first step, after the last, and every `eval.every` in between; once."""
+        step, every = keeper.progress.step, self._cfg.eval.every
+        is_due = step in (0, self._cfg.max_steps) or (every > 0 and step % every == 0)
+        if not self._tasks or not is_due or keeper.progress.evaluated >= step:
             return
-        label = "comparison" if comparison else "eval"
+        results = self._run("eval", step)
+        with keeper.turn():
+            self._rec.log_evaluation(step, results)
+            keeper.progress.evaluated = step
+
+    def run_comparison(self, keeper: Keeper) -> None:
+        """Hand the trainers' weights over, as one step more than RL has made, and evaluate them."""
+        self._fleet.push(keeper.version(self._cfg.max_steps + 1))
+        self._rec.log_evaluation(self._cfg.max_steps, self._run("comparison", self._cfg.max_steps), comparison=True)
+
+    def _run(self, label: str, step: int) -> Mapping[str, Sequence[SampleInfo]]:
         with self._rec.stage(f"evaluating on {len(self._tasks)} held-out tasks"), self._rec.phase("evaluate"):
-            sampled = self._mode(label, step, "sampled")
-            greedy = self._mode(label, step, "greedy")
-        self._rec.log_evaluation(step, {"sampled": sampled, "greedy": greedy}, comparison=comparison)
+            return {mode: self._mode(label, step, mode) for mode in ("sampled", "greedy")}
 
     def _mode(self, label: str, step: int, mode: str) -> list[SampleInfo]:
         sampling = self._cfg.rollout.sampling.resolve(**({"temperature": 0.0} if mode == "greedy" else {}))

@@ -9,17 +9,18 @@ controller ── scheduler ──► environment workers ──► engines     
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drumroll.cluster.cluster import DEADLINE_S, Cluster, Ref
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
-from drumroll.cluster.weights import WeightSync
+from drumroll.cluster.weights import SyncReport, WeightSync
 from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig
 from drumroll.errors import DrumrollError
 from drumroll.models.prepare import prepare_model
@@ -30,9 +31,14 @@ from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
 from drumroll.rollout.lease import Lease
 from drumroll.rollout.scheduler import GroupRequest, Rollout, RolloutScheduler
-from drumroll.types import SampleInfo, Sampling, Version
+from drumroll.types import SampleInfo, Sampling, Schedule, Version
 
 Metrics = Mapping[str, float]
+Phase = Literal["warmup", "rl", "comparison", "sft"]
+"""What trainers are trained for: demonstrations before RL, RL, demonstrations instead of RL, demonstrations alone."""
+
+MAX_UNWRITTEN = 4
+"""Calls of the recorder that may be under way."""
 
 FAILED_FINISH_S = 10.0
 """How long a run that failed waits for its last samples to be written."""
@@ -75,7 +81,8 @@ class Fleet:
         self._folder = folder
         self._model_folder = model_folder
         self._arbiter = Arbiter(plan)
-        self._unwritten: list[Future[Any]] = []
+        self._unwritten: deque[Ref] = deque()
+        """Calls of the recorder, each of which waits for the one before."""
         self.trainers: Cluster
         self.assembler: Cluster
         self.recorder: Cluster
@@ -86,6 +93,14 @@ class Fleet:
         self._sync: WeightSync
 
     # Starting.
+
+    def start_replay(self, cfg: RlConfig) -> None:
+        """What training a step takes, without engines and environments."""
+        algo = cfg.algo.model_dump(mode="json")
+        self._start_together(
+            trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
+            assembler=lambda: self._assembler(algo=algo, constant_length=cfg.rollout.sampling.max_new_tokens),
+        )
 
     def start_sft(self, cfg: SftRunConfig) -> None:
         """Trainers and the assembler, side by side."""
@@ -117,20 +132,23 @@ class Fleet:
         )
         self._sync = WeightSync(self.trainers, self.engines)
 
-    def begin_sft(self, cfg: SftConfig) -> None:
-        """The trainers start a phase of supervised fine-tuning."""
-        self.trainers.all("begin", cfg.resolve_schedule(cfg.steps))
+    def begin(self, phase: Phase) -> None:
+        """The trainers start a phase: fresh optimizer state, updates counted from 0."""
+        self.trainers.all("begin", self._schedule(phase))
 
-    def begin_rl(self, cfg: RlConfig) -> None:
-        """The trainers start the phase of RL; the reference, where there is one, starts from the weights of this moment."""
-        updates = cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step
-        self.trainers.all("begin", cfg.trainer.resolve_schedule(updates))
+    def reschedule(self, phase: Phase) -> None:
+        """The trainers go on in a phase with the learning rate that the config has for it now."""
+        self.trainers.all("reschedule", self._schedule(phase))
+
+    def keep_reference(self, cfg: RlConfig) -> None:
+        """The reference, where there is one, will have the weights of this moment."""
+        if cfg.warmup and self._plan.workers("reference"):
+            self.export(self._folder.reference_model)
+
+    def start_reference(self, cfg: RlConfig) -> None:
+        """Start the reference, where there is one, from the weights that RL began with."""
         if self._plan.workers("reference"):
-            start = self._model_folder
-            if cfg.warmup:
-                start = self._folder.root / "model" / "reference"
-                self.export(start)
-            self.reference = self._trainers("reference", start)
+            self.reference = self._trainers("reference", self._folder.reference_model if cfg.warmup else self._model_folder)
 
     # The verbs of a step.
 
@@ -156,11 +174,15 @@ class Fleet:
             metrics: list[Metrics] = self.trainers.shards("train", batch.shards)[0]
             return metrics
 
-    def push(self, version: Version) -> Metrics:
+    def push(self, version: Version) -> SyncReport:
         """Hand the trainers' weights over to every engine, checked and acknowledged."""
         with self._arbiter.grant("actor_train"):
-            report = self._sync.push(version)
-        return {"sync/seconds": report.seconds, "sync/bytes": float(report.num_bytes)}
+            return self._sync.push(version)
+
+    def digest(self) -> str:
+        """Of the trainers' weights; equal to that of a push of the same weights."""
+        with self._arbiter.grant("actor_train"):
+            return str(self.trainers.all("digest")[0])
 
     def imitate(self, first: int, count: int) -> list[Metrics]:
         """Updates on demonstrations."""
@@ -179,28 +201,51 @@ class Fleet:
 
     def record(self, phase: str, step: int, rollout: Rollout) -> None:
         """Write a rollout's trajectories into the store, while other work goes on."""
-        for written in [future for future in self._unwritten if future.done()]:
-            written.result()  # raises what went wrong, if anything did
-            self._unwritten.remove(written)
-        self._unwritten.append(self.recorder.submit(0, "add", phase, step, *rollout.blocks))
-
-    def remember(self, name: str) -> None:
-        self.trainers.all("remember", name)
-
-    def recall(self, name: str) -> None:
-        self.trainers.all("recall", name)
+        self._write("add", phase, step, *rollout.blocks)
 
     def export(self, folder: Path) -> None:
-        """Write the trainers' weights as a Hugging Face folder."""
+        """Write the trainers' weights as a Hugging Face folder of the run, in place of an earlier one."""
         with self._arbiter.grant("actor_train"):
-            self.trainers.all("export", str(folder))
+            self.trainers.all("export", str(folder), replace=True)
+
+    # The verbs of a checkpoint.
+
+    def snapshot(self, deadline_s: float | None = None) -> None:
+        """Copy the trainers' state to their hosts' memory; `save` writes that copy."""
+        self.trainers.all("snapshot", deadline_s=deadline_s)
+
+    def save(self, folder: Path, deadline_s: float | None = None) -> None:
+        """Write what `snapshot` copied, while training goes on; any thread may call it."""
+        self.trainers.all("save", str(folder), deadline_s=deadline_s)
+
+    def load(self, folder: Path) -> None:
+        """Take the trainers to a state that `save` wrote, with this or another number of ranks."""
+        with self._arbiter.grant("actor_train"):
+            self.trainers.all("load", str(folder))
+
+    def mark(self) -> Ref | None:
+        """How far the trajectory store will have grown when all that was recorded so far, and nothing else, is written."""
+        return self._write("mark") if isinstance(self._cfg, RlConfig) else None
+
+    def supersede(self, mark: int) -> None:
+        """Trajectories that were stored after `mark` no longer belong to the run."""
+        if isinstance(self._cfg, RlConfig):
+            self.recorder.on(0, "supersede", mark)
 
     def finish(self, deadline_s: float = DEADLINE_S) -> None:
         """Wait for everything that is still being written, then close the store."""
-        for future in self._unwritten:
-            future.result(deadline_s)
+        if self._unwritten:
+            self._unwritten[-1].fetch(deadline_s)
         if isinstance(self._cfg, RlConfig):
             self.recorder.all("close", deadline_s=deadline_s)
+
+    def _write(self, method: str, *args: Any) -> Ref:
+        """The recorder's next call, after all before it. At most a few are under way, so that one that fails is soon noticed."""
+        after = self._unwritten[-1] if self._unwritten else None
+        self._unwritten.append(self.recorder.ref(0, method, after, *args))
+        if len(self._unwritten) > MAX_UNWRITTEN:
+            self._unwritten.popleft().fetch()
+        return self._unwritten[-1]
 
     # How each cluster is made.
 
@@ -263,6 +308,16 @@ class Fleet:
             for part in parts:
                 part.wait()
             return parts
+
+    def _schedule(self, phase: Phase) -> Schedule:
+        cfg = self._cfg
+        if isinstance(cfg, SftRunConfig):
+            return cfg.sft.resolve_schedule(cfg.sft.steps)
+        assert isinstance(cfg, RlConfig)
+        if phase == "rl":
+            return cfg.trainer.resolve_schedule(cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
+        assert cfg.warmup is not None
+        return cfg.warmup.resolve_schedule(cfg.warmup.steps)
 
     def _tell_engines(self, method: str, ranks: Sequence[int]) -> None:
         for future in [self.engines.submit(rank, method) for rank in ranks]:

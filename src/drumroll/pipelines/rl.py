@@ -3,52 +3,82 @@
 from __future__ import annotations
 
 from drumroll.pipelines.evaluate import Evaluator
-from drumroll.pipelines.fleet import launch
+from drumroll.pipelines.fleet import Fleet, launch
 from drumroll.pipelines.job import RlJob
-from drumroll.pipelines.sft import continue_warm_up, warm_up
+from drumroll.pipelines.keeper import Incarnation, Keeper, Progress
+from drumroll.pipelines.sft import compare, warm_up
 from drumroll.record.folder import RunFolder
-from drumroll.record.recorder import Recorder
+from drumroll.record.recorder import MAX_NONFINITE, Recorder
 from drumroll.rollout.scheduler import GroupRequest
-from drumroll.types import Version
 
 
-def run(job: RlJob, folder: RunFolder) -> None:
-    """Warm up, evaluate, train for `max_steps`, evaluate again. One step waits for its slowest sample, then for its updates."""
+def run(job: RlJob, folder: RunFolder, life: Incarnation) -> None:
+    """Warm up, train for `max_steps`, compare: each phase from where the run stands."""
     cfg = job.cfg
-    with Recorder(cfg, folder) as rec, launch(job, folder, rec) as fleet:
+    progress = Progress("warmup" if cfg.warmup else "rl")
+    with (
+        Recorder(cfg, folder) as rec,
+        launch(job, folder, rec) as fleet,
+        Keeper(cfg, folder, life, fleet, rec, progress, {"cursor": job.cursor}) as keeper,
+    ):
         evaluator = Evaluator(cfg, job.heldout, fleet, rec)
-        if cfg.warmup:
-            warm_up(cfg.warmup, fleet, rec)
-        fleet.begin_rl(cfg)
-        fleet.push(Version(0, 0))
-        evaluator.run(step=0)
-
-        for step in range(1, cfg.max_steps + 1):
-            with rec.phase("rollout"):
-                rollout = fleet.roll_out(next_groups(job, step), cfg.rollout.sampling.resolve())
-            with rec.phase("score"):  # packing, reference log-probabilities, advantages
-                batch = fleet.assemble(step, rollout)
-            with rec.phase("update"):
-                updates = fleet.train(batch)
-            with rec.phase("sync"):
-                sync = fleet.push(Version(0, step))
-            fleet.record("train", step, rollout)
-            rec.log_step(step, rollout.samples, {**rollout.report, **batch.report}, updates, sync)
-            if cfg.eval.every and step % cfg.eval.every == 0 and step < cfg.max_steps:
-                evaluator.run(step)
-            if cfg.record.checkpoint_every and step % cfg.record.checkpoint_every == 0:
-                fleet.export(folder.checkpoint(step))
-
-        evaluator.run(cfg.max_steps)
-        fleet.export(folder.final_model)
-        if cfg.warmup and cfg.warmup.compare:
-            continue_warm_up(cfg.warmup, fleet, rec)
-            evaluator.run(cfg.max_steps, comparison=True)
+        if progress.phase == "warmup":
+            assert cfg.warmup is not None
+            warm_up(cfg.warmup, fleet, rec, keeper)
+        if progress.phase == "rl":
+            reinforce(job, folder, fleet, rec, keeper, evaluator)
+        if progress.phase == "comparison":
+            assert cfg.warmup is not None
+            compare(cfg.warmup, fleet, rec, keeper, evaluator)
 
 
-def next_groups(job: RlJob, step: int) -> list[GroupRequest]:
+def reinforce(job: RlJob, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluator: Evaluator) -> None:
+    """Steps until `max_steps`, with an evaluation before the first, after the last, and in between."""
+    cfg, progress = job.cfg, keeper.progress
+    if not progress.begun:
+        with keeper.turn():
+            fleet.begin("rl")
+            fleet.keep_reference(cfg)
+            progress.begun = True
+        keeper.save()  # what a run that diverges early goes back to
+    fleet.start_reference(cfg)
+    fleet.push(keeper.version(progress.step))
+    evaluator.run_if_due(keeper)
+    while progress.step < cfg.max_steps:
+        take_step(job, fleet, rec, keeper)
+        if rec.num_nonfinite >= MAX_NONFINITE:
+            keeper.roll_back(f"the losses or gradients of {rec.num_nonfinite} updates in a row were not finite")
+            fleet.push(keeper.version(progress.step))
+        evaluator.run_if_due(keeper)
+        keeper.save_if_due()
+    fleet.export(folder.final_model)
+    if cfg.warmup and cfg.warmup.compare:
+        with keeper.turn():
+            progress.enter("comparison", planned=rec.compute.equal_sft_updates)
+        keeper.save_if_due()
+
+
+def take_step(job: RlJob, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:
+    """One step waits for its slowest sample, then for its updates."""
+    cfg, step = job.cfg, keeper.progress.step + 1
+    with rec.phase("rollout"):
+        rollout = fleet.roll_out(next_groups(job, step, keeper.progress.rollbacks), cfg.rollout.sampling.resolve())
+    with rec.phase("score"):  # packing, reference log-probabilities, advantages
+        batch = fleet.assemble(step, rollout)
+    with keeper.turn():
+        with rec.phase("update"):
+            updates = fleet.train(batch)
+        with rec.phase("sync"):
+            sync = fleet.push(keeper.version(step))
+        fleet.record("train", step, rollout)
+        rec.log_step(step, rollout.samples, {**rollout.report, **batch.report, **sync.metrics}, updates, sync.digest)
+        keeper.progress.step = step
+
+
+def next_groups(job: RlJob, step: int, rollbacks: int) -> list[GroupRequest]:
     """The tasks of one step, each to be attempted `group_size` times."""
     rollout = job.cfg.rollout
     tasks = job.cursor.take(rollout.groups_per_step)
     ids = [f"train/{step:06d}/{place:04d}" for place in range(len(tasks))]
-    return [GroupRequest(group_id, task, rollout.group_size, (group_id,)) for group_id, task in zip(ids, tasks, strict=True)]
+    attempt = (f"attempt-{rollbacks}",) if rollbacks else ()
+    return [GroupRequest(group_id, task, rollout.group_size, (group_id, *attempt)) for group_id, task in zip(ids, tasks, strict=True)]

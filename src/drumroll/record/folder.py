@@ -5,29 +5,44 @@
           metrics.jsonl, tensorboard/  numbers of every step
           eval.jsonl                   held-out results
           store/                       every trajectory (see `record.store`)
-          checkpoints/step-000010/     Hugging Face folders
+          checkpoints/                 the run's state at several moments (see `record.checkpoint`), unless `checkpoint.root` is set
           model/initial/, model/final/ Hugging Face folders
+          incarnations.jsonl           a line per process that worked on the run: number, time, what it went on from
+          incidents.jsonl              updates that were skipped or rolled back, checkpoints that failed
+          metrics.superseded.jsonl,    lines that were cut off when the run was taken back to a checkpoint
+          eval.superseded.jsonl
+          wandb_id                     the run's name at Weights & Biases
           curve.png, summary.json      what the end prints
+          .lock                        held, with its process id, by the process that works on the run
 
-Files are written whole (see `record.files`); a name that begins with a dot is a draft that a crash left behind.
+Files are written whole (see `record.files`); any other name that begins with a dot is a draft that a crash left behind.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from drumroll.config.models import ModelConfig
 from drumroll.errors import RunFolderError
-from drumroll.record.files import aside, write_json, write_text, write_yaml
+from drumroll.models.prepare import prepare_model
+from drumroll.record.checkpoint import Checkpoint, CheckpointStore
+from drumroll.record.files import JsonLines, aside, read_lines, take_lock, write_json, write_text, write_yaml
+
+_STEP = re.compile(r"(?:step|sft)-(\d+)")
+"""Checkpoints that can be asked for by step: after a step of RL, or after an update of a run of supervised fine-tuning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,11 @@ class RunFolder:
         return self.root / "model" / "initial"
 
     @property
+    def reference_model(self) -> Path:
+        """What the reference starts from after a warm-up."""
+        return self.root / "model" / "reference"
+
+    @property
     def final_model(self) -> Path:
         return self.root / "model" / "final"
 
@@ -103,14 +123,59 @@ class RunFolder:
     def summary_file(self) -> Path:
         return self.root / "summary.json"
 
-    def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint after a step. Write it with `files.aside`, so that it is there whole or not at all."""
-        return self.root / "checkpoints" / f"step-{step:06d}"
+    @property
+    def incarnations_file(self) -> Path:
+        return self.root / "incarnations.jsonl"
 
-    def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints that exist, by step, oldest first."""
-        found = {int(path.name[5:]): path for path in self.root.glob("checkpoints/step-*") if path.name[5:].isdigit()}
-        return dict(sorted(found.items()))
+    @property
+    def incidents_file(self) -> Path:
+        return self.root / "incidents.jsonl"
+
+    @property
+    def wandb_id_file(self) -> Path:
+        return self.root / "wandb_id"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def checkpoint_root(self) -> str:
+        """Where the run's checkpoints are: a folder or an fsspec URL."""
+        section = self.config().get("checkpoint") or {}
+        return str(section.get("root") or self.root / "checkpoints")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Be the one process that works on the run, until the block ends or the process does. Other programs that it starts
+        have no part in that."""
+        handle = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if not take_lock(handle):
+                holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "not known"
+                raise RunFolderError(
+                    f"another process (pid {holder}) is working on this run, '{self.root}'. Wait for it, or stop it first: "
+                    f"two at once would spoil each other's files."
+                )
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(handle)
+
+    def begin_incarnation(self, resumed_from: str) -> int:
+        """Note that a process begins to work on the run, from that checkpoint or (`""`) from nothing. Returns its number: 0, 1, ..."""
+        known = read_lines(self.incarnations_file)
+        number = int(known[-1]["number"]) + 1 if known else 0
+        with JsonLines(self.incarnations_file) as lines:
+            lines.append({"number": number, "time": time.time(), "resumed_from": resumed_from})
+            lines.sync()
+        return number
+
+    def incident(self, kind: str, **facts: Any) -> None:
+        """Note something that went wrong and did not stop the run: `incident("update_skipped", step=3, reason="loss is nan")`."""
+        with JsonLines(self.incidents_file) as lines:
+            lines.append({"time": time.time(), "kind": kind, **facts})
 
     def save_config(self, config: Mapping[str, Any]) -> None:
         write_yaml(self.config_file, config)
@@ -120,30 +185,22 @@ class RunFolder:
         config: dict[str, Any] = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
         return config
 
-    def model(self, step: int | None = None) -> Path:
-        """The model of a checkpoint, or the final one; of a run that goes on or was cut short, the newest checkpoint."""
-        known = self.checkpoints()
-        if step is not None:
-            if step not in known:
-                there = ", ".join(map(str, known)) or "none"
-                raise RunFolderError(
-                    f"'{self.root}' has no checkpoint of step {step}. Steps with one: {there} (`record.checkpoint_every`)."
-                )
-            return known[step]
-        if self.final_model.is_dir():
-            return self.final_model
-        if known:
-            return list(known.values())[-1]
-        raise RunFolderError(f"'{self.root}' has no model yet: the run has not ended, and `record.checkpoint_every` is not set.")
+    def export(self, out: Path, step: int | None = None) -> str:
+        """Write a model of the run to a new Hugging Face folder, whole or not at all; returns where it came from.
 
-    def export(self, out: Path, step: int | None = None) -> Path:
-        """Copy a model out of the run, whole or not at all; returns where it came from."""
-        source = self.model(step)
+        That is the checkpoint of `step`; without one the final model, or the newest checkpoint where there is none yet."""
         if out.exists():
             raise RunFolderError(f"'{out}' exists already, and nothing is overwritten. Choose another folder.")
-        with aside(out) as draft:
-            shutil.copytree(source, draft)
-        return source
+        if step is None and self.final_model.is_dir():
+            with aside(out) as draft:
+                shutil.copytree(self.final_model, draft)
+            return str(self.final_model)
+        with CheckpointStore(self.checkpoint_root) as store:
+            checkpoint = self._newest(store) if step is None else store.load(self._checkpoint_name(store, step))
+            from drumroll.backends.train.shards import export_folder  # torch takes seconds to import
+
+            export_folder(checkpoint.path / "trainer", self._model_folder(), out)
+        return f"{self.checkpoint_root}/{checkpoint.name}"
 
     def save_plugins(self, sources: Mapping[str, str]) -> None:
         """Keep the sources of plugin files (path as the config names it → text), each under a name that holds its hash."""
@@ -155,6 +212,29 @@ class RunFolder:
             index[path] = {"file": copy.name, "sha256": digest}
         if index:
             write_json(self.plugins / "index.json", index)
+
+    def _newest(self, store: CheckpointStore) -> Checkpoint:
+        found = store.newest_good()
+        if found is None:
+            raise RunFolderError(f"'{self.root}' has no model yet: the run has not ended, and it has not written a checkpoint.")
+        checkpoint, skipped = found
+        for damaged in skipped:
+            warnings.warn(f"{damaged.name} was skipped: {damaged.reason}", stacklevel=3)
+        return checkpoint
+
+    def _checkpoint_name(self, store: CheckpointStore, step: int) -> str:
+        names = {int(match[1]): name for name in store.names() if (match := _STEP.fullmatch(name))}
+        if step not in names:
+            there = ", ".join(map(str, sorted(names))) or "none"
+            raise RunFolderError(f"'{self.root}' has no checkpoint of step {step}. Steps with one: {there} (`checkpoint.every`).")
+        return names[step]
+
+    def _model_folder(self) -> Path:
+        """The model that the run began with: its config and tokenizer are those of every model that the run makes."""
+        if self.initial_model.is_dir():
+            return self.initial_model
+        config = self.config()
+        return prepare_model(ModelConfig.model_validate(config["model"]), self.initial_model, config["seed"])
 
     @classmethod
     def _fresh(cls, name: str) -> RunFolder:

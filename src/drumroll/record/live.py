@@ -129,6 +129,13 @@ class LiveView:
         self._state.evaluation = f"{figures} at step {step}"
         self._line(f"held-out {self._state.evaluation}")
 
+    def note(self, text: str) -> None:
+        """Something that the user should see and that stays on the screen."""
+        if self._live is not None:
+            self._live.console.print(Text(f"drumroll: {text}", style="yellow"))
+        else:
+            self._line(f"drumroll: {text}")
+
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         if self._live is not None:

@@ -10,13 +10,15 @@ import importlib
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
+from uuid import uuid4
 
 from drumroll.config.models import RecordConfig
 from drumroll.errors import ConfigError
-from drumroll.record.files import JsonLines
+from drumroll.record.files import JsonLines, read_lines, truncate_to, write_text
 from drumroll.record.folder import RunFolder
 
 # Names that the live view and the learning curve look for; eval.jsonl has `sampled` and `greedy`, or `heldout_loss`.
@@ -45,6 +47,15 @@ def check_sinks(config: RecordConfig) -> None:
             raise ConfigError(f"`record.{name}`: the package '{name}' is not installed. Run `pip install {name}`, or remove the section.")
 
 
+def rewind(folder: RunFolder, sizes: Mapping[str, int]) -> None:
+    """Take metrics.jsonl and eval.jsonl back to what they were when `MetricsLog.sizes` gave these numbers; without any, to nothing.
+
+    For a run that goes on from a checkpoint. Lines that are cut off go to metrics.superseded.jsonl and eval.superseded.jsonl. A
+    `MetricsLog` that is open goes on at the new ends of the files; one that is opened afterwards takes the sinks back too."""
+    for file in (folder.metrics_file, folder.eval_file):
+        truncate_to(file, sizes.get(file.name, 0), _superseded(file))
+
+
 class MetricsLog:
     """Where a run's numbers go. Every line is in its file when `log` returns."""
 
@@ -61,16 +72,26 @@ class MetricsLog:
         if (trackio := record.trackio) is not None:
             self._attach("trackio", lambda: Trackio(folder, trackio.project, config))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl: `{"step": 3, "time": 1760000000.0, "rollout/reward_mean": 0.5}`."""
-        self._metrics.append({"step": step, "time": time.time(), **values})
+    def log(self, step: int, values: Mapping[str, float], *, weights: str = "") -> None:
+        """One line of metrics.jsonl: `{"step": 3, "time": 1760000000.0, "rollout/reward_mean": 0.5}`.
+
+        `weights` is a digest of the weights after the step, which goes into that line as text and to no sink."""
+        self._metrics.append({"step": step, "time": time.time(), **values, **({"weights": weights} if weights else {})})
         self._copy(step, values)
 
     def log_evaluation(self, stage: EvalStage, step: int, values: Mapping[str, float]) -> None:
         """One line of eval.jsonl: `{"stage": "before", "step": 0, "time": 1760000000.0, "sampled": 0.4, "greedy": 0.6}`."""
         self._evaluations.append({"stage": stage, "step": step, "time": time.time(), **values})
-        prefix = "comparison" if stage == "comparison" else "eval"
-        self._copy(step, {f"{prefix}/{name}": value for name, value in values.items()})
+        self._copy(step, _evaluation_names(stage, values))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each JSON-lines file, by file name: what a checkpoint keeps for `rewind`."""
+        return {"metrics.jsonl": self._metrics.size(), "eval.jsonl": self._evaluations.size()}
+
+    def sync(self) -> None:
+        """Bring both files to disk; a checkpoint that holds their `sizes` relies on it."""
+        self._metrics.sync()
+        self._evaluations.sync()
 
     def close(self) -> None:
         for name in list(self._sinks):
@@ -107,28 +128,45 @@ class MetricsLog:
 
 
 class TensorBoard:
-    """Event files in the run folder: `tensorboard --logdir RUN/tensorboard`."""
+    """Event files in the run folder: `tensorboard --logdir RUN/tensorboard`. A run that goes on begins a new one there."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._writer = importlib.import_module("tensorboardX").SummaryWriter(str(folder.tensorboard))
+        purge_step = _first_superseded_step(folder)
+        num_files = len(list(folder.tensorboard.glob("events.*")))
+        self._writer = importlib.import_module("tensorboardX").SummaryWriter(
+            str(folder.tensorboard), purge_step=purge_step, filename_suffix=f".{num_files:04d}"
+        )
+        if purge_step is not None:
+            # TensorBoard hides everything from that step on, also of the warm-up, which counts its steps apart from RL.
+            for step, seconds, values in _recorded(folder):
+                if step >= purge_step:
+                    self._add(step, values, seconds)
+            self._writer.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, float(value), step)
+        self._add(step, values, None)
         self._writer.flush()
+
+    def _add(self, step: int, values: Mapping[str, Any], seconds: float | None) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, float(value), step, walltime=seconds)
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """A Weights & Biases run whose files lie in the run folder."""
+    """A Weights & Biases run whose files lie in the run folder, and which goes on when the run does."""
 
     def __init__(self, folder: RunFolder, project: str, mode: str, config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
+        if not folder.wandb_id_file.exists():
+            write_text(folder.wandb_id_file, uuid4().hex)
         self._run = wandb.init(
             project=project,
             name=folder.root.name,
+            id=folder.wandb_id_file.read_text(encoding="utf-8"),
+            resume="allow",
             dir=str(folder.root),
             mode=mode,
             config=dict(config),
@@ -145,14 +183,38 @@ class Wandb:
 
 
 class Trackio:
-    """A trackio run."""
+    """A trackio run, which goes on when the run does."""
 
     def __init__(self, folder: RunFolder, project: str, config: Mapping[str, Any]) -> None:
         self._trackio = importlib.import_module("trackio")
-        self._trackio.init(project=project, name=folder.root.name, config=dict(config))
+        self._trackio.init(project=project, name=folder.root.name, config=dict(config), resume="allow")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._trackio.log(dict(values), step=step)
 
     def close(self) -> None:
         self._trackio.finish()
+
+
+def _evaluation_names(stage: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of an evaluation as the sinks call them."""
+    prefix = "comparison" if stage == "comparison" else "eval"
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _superseded(file: Path) -> Path:
+    return file.with_suffix(".superseded.jsonl")
+
+
+def _first_superseded_step(folder: RunFolder) -> int | None:
+    """The lowest step of all lines that were ever cut off."""
+    lines = [line for file in (folder.metrics_file, folder.eval_file) for line in read_lines(_superseded(file))]
+    return min((int(line["step"]) for line in lines), default=None)
+
+
+def _recorded(folder: RunFolder) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    """Step, time and figures of every line of both files, named as for the sinks."""
+    for record in read_lines(folder.metrics_file):
+        yield record.pop("step"), record.pop("time"), {name: value for name, value in record.items() if name != "weights"}
+    for record in read_lines(folder.eval_file):
+        yield record.pop("step"), record.pop("time"), _evaluation_names(record.pop("stage"), record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -45,6 +45,12 @@ class PhaseTimer:
         """Seconds by phase since the beginning, and `total`: all seconds, those between phases included."""
         self._charge()
         return {"total": self._charged_until - self._start, **self._totals}
+
+    def restore(self, totals: Mapping[str, float]) -> None:
+        """Count on from the totals of an earlier process."""
+        self._charge()
+        self._start = self._charged_until - totals["total"]
+        self._totals = defaultdict(float, {name: seconds for name, seconds in totals.items() if name != "total"})
 
     def _charge(self) -> None:
         now = self._clock()

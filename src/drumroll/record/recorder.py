@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from math import nan
+from dataclasses import asdict, dataclass
+from math import ceil, nan
 from statistics import fmean, pstdev
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -18,7 +18,7 @@ from drumroll.errors import RolloutError
 from drumroll.record.curve import draw_curve
 from drumroll.record.folder import RunFolder
 from drumroll.record.live import LiveView
-from drumroll.record.metrics import REWARD, SUCCESS, TOKENS_PER_S, EvalStage, MetricsLog
+from drumroll.record.metrics import REWARD, SUCCESS, TOKENS_PER_S, EvalStage, MetricsLog, rewind
 from drumroll.record.phases import PhaseTimer
 from drumroll.record.report import Scores, Summary, pick_transcripts, print_report, write_summary
 from drumroll.record.store import Reader
@@ -26,6 +26,9 @@ from drumroll.types import SampleInfo
 
 MAX_IDLE_STEPS = 10
 """Steps in a row without anything to learn from, after which a run stops."""
+
+MAX_NONFINITE = 3
+"""Updates in a row with a loss or gradient that is not finite, after which a run goes back or stops."""
 
 
 @dataclass
@@ -45,8 +48,9 @@ class Compute:
         return self.trained + self.forwarded / 3
 
     @property
-    def sft_tokens_per_update(self) -> float:
-        return self.imitated / max(1, self.imitation_updates)
+    def equal_sft_updates(self) -> int:
+        """Updates of supervised fine-tuning, as they have been so far, that cost as much as RL has."""
+        return ceil(self.rl_tokens / max(1.0, self.imitated / max(1, self.imitation_updates)))
 
 
 class Recorder:
@@ -55,6 +59,8 @@ class Recorder:
     def __init__(self, cfg: RunConfig, folder: RunFolder, console: Console | None = None) -> None:
         self.folder = folder
         self.compute = Compute()
+        self.num_nonfinite = 0
+        """Updates in a row, up to now, that were skipped because of their numbers."""
         self._cfg = cfg
         self._steps = cfg.max_steps if isinstance(cfg, RlConfig) else 0
         self._console = console or Console()
@@ -66,6 +72,7 @@ class Recorder:
         self._pulled = isinstance(cfg, RlConfig) and cfg.algo.kl is not None
         """Whether a reference gives every token a gradient, also where rewards say nothing."""
         self._scores: dict[EvalStage, Scores] = {}
+        self._last_score: float | None = None
         self._last_step = 0
 
     def __enter__(self) -> Self:
@@ -95,26 +102,26 @@ class Recorder:
         samples: Sequence[SampleInfo],
         batch: Mapping[str, float],
         updates: Sequence[Mapping[str, float]],
-        sync: Mapping[str, float],
+        weights: str,
     ) -> None:
-        """One step of RL: its samples, its batch, the mean over its updates, its weight sync, its time."""
+        """One step of RL: its samples, its batch, the mean over its updates, its time, and the digest of the weights it led to."""
         times = self._timer.take()
         new_tokens = sum(sample.num_new_tokens for sample in samples)
         metrics = {
             **sample_metrics(samples),
             TOKENS_PER_S: new_tokens / max(1e-9, times.get("time/rollout_s", 0.0)),
             **batch,
-            **{f"update/{name}": fmean(update[name] for update in updates) for name in (updates[0] if updates else ())},
-            **sync,
+            **mean_of_updates(updates),
             **times,
         }
-        self._metrics.log(step, metrics)
+        self._metrics.log(step, metrics, weights=weights)
         self._view.step(step, metrics)
         self._last_step = step
         self.compute.generated += new_tokens
         self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples)
         self.compute.forwarded += int(batch.get("batch/num_scored_tokens", 0.0))
         self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in updates))
+        self._watch_numbers(f"step {step}", updates, [sample.sample_id for sample in samples])
         solved = bool(samples) and all(sample.success for sample in samples)
         idle = batch.get("batch/informative_token_ratio") == 0.0 and not solved and not self._pulled
         self._idle_steps = self._idle_steps + 1 if idle else 0
@@ -130,6 +137,7 @@ class Recorder:
         for offset, update in enumerate(updates):
             self._metrics.log(first_update + offset, {f"sft/{name}": value for name, value in update.items()})
         self._view.advance(len(updates))
+        self._watch_numbers(f"update {first_update} on demonstrations", updates)
         self.compute.imitated += int(sum(update.get("num_tokens", 0.0) for update in updates))
         self.compute.imitation_updates += len(updates)
 
@@ -139,6 +147,7 @@ class Recorder:
         stage: EvalStage = "comparison" if comparison else "before" if step == 0 else "after" if step == self._steps else "during"
         extra = {f"{mode}_{name}": value for mode, of_mode in samples.items() for name, value in sample_metrics(of_mode).items()}
         self._scores[stage] = scores
+        self._last_score = scores.get("sampled")
         self._metrics.log_evaluation(stage, step, {**scores, **extra})
         if not comparison:
             self._view.evaluation(step, scores.get("sampled"), scores.get("greedy"))
@@ -149,6 +158,58 @@ class Recorder:
             stage: EvalStage = "after" if last else "before"
             self._scores[stage] = {"heldout_loss": loss}
             self._metrics.log_evaluation(stage, step, {"heldout_loss": loss})
+
+    def _watch_numbers(self, where: str, updates: Sequence[Mapping[str, float]], sample_ids: Sequence[str] = ()) -> None:
+        for number, update in enumerate(updates):
+            if not update.get("nonfinite"):
+                self.num_nonfinite = 0
+                continue
+            self.num_nonfinite += 1
+            facts = {name: repr(update[name]) for name in ("loss", "grad_norm")}
+            self.folder.incident("nonfinite", where=where, update=number, **facts, samples=list(sample_ids))
+            self.warn(f"{where}: update {number} was skipped, its loss or gradient is not finite (incidents.jsonl).")
+
+    def warn(self, text: str) -> None:
+        """Tell the user something that does not stop the run."""
+        self._view.note(text)
+
+    # What a checkpoint keeps.
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "compute": asdict(self.compute),
+            "scores": {stage: dict(scores) for stage, scores in self._scores.items()},
+            "idle_steps": self._idle_steps,
+            "num_nonfinite": self.num_nonfinite,
+            "last_step": self._last_step,
+            "seconds": self._timer.totals(),
+            "sizes": self._metrics.sizes(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.compute = Compute(**state["compute"])
+        self._scores = {stage: dict(scores) for stage, scores in state["scores"].items()}
+        self._idle_steps = state["idle_steps"]
+        self.num_nonfinite = state["num_nonfinite"]
+        self._last_step = state["last_step"]
+        self._timer.restore(state["seconds"])
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Take the files back to where they were when `state` was made."""
+        rewind(self.folder, state["sizes"])
+
+    def sync(self) -> None:
+        """Bring every line so far down to the disk."""
+        self._metrics.sync()
+
+    def stand_at(self, done: int) -> None:
+        """The stage has come this far already."""
+        self._view.advance(done)
+
+    @property
+    def last_score(self) -> float | None:
+        """Of the latest evaluation at the training temperature."""
+        return self._last_score
 
     def _report(self) -> None:
         compute = self.compute
@@ -170,6 +231,11 @@ class Recorder:
             with Reader(self.folder.store) as reader:
                 transcripts = pick_transcripts(reader, before=0, after=self._steps)
         print_report(self._console, self.folder, summary, transcripts)
+
+
+def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What the updates of a step report, on average."""
+    return {f"update/{name}": fmean(update[name] for update in updates) for name in (updates[0] if updates else ())}
 
 
 def score(samples: Sequence[SampleInfo]) -> float:

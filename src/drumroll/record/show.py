@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -25,8 +26,11 @@ def parse_filter(
     domain: str | None = None,
     stop_reason: str | None = None,
     success: bool | None = None,
+    superseded: bool = False,
 ) -> Filter:
-    """A filter from command-line texts. `step` and `reward` take `3`, `>=0.5`, `<0.5` or `0.2..0.8`."""
+    """A filter from command-line texts. `step` and `reward` take `3`, `>=0.5`, `<0.5` or `0.2..0.8`.
+
+    `superseded` asks for the samples that no longer count, because the run was taken back to before them, instead of those that do."""
     ranges = {"step": step, "reward": reward}
     bounds: dict[str, Bounds | None] = {}
     for name, text in ranges.items():
@@ -34,7 +38,15 @@ def parse_filter(
             bounds[name] = None if text is None else Bounds.parse(text)
         except UserError as error:
             raise UserError(f"--{name}: {error}") from error
-    return Filter(phase=phase, step=bounds["step"], reward=bounds["reward"], domain=domain, stop_reason=stop_reason, success=success)
+    return Filter(
+        phase=phase,
+        step=bounds["step"],
+        reward=bounds["reward"],
+        domain=domain,
+        stop_reason=stop_reason,
+        success=success,
+        superseded=superseded,
+    )
 
 
 def sample_table(rows: Sequence[SampleRow], total: int) -> RenderableType:
@@ -72,7 +84,7 @@ def trajectory_view(row: SampleRow, trajectory: Trajectory) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("phase", Text(printable(f"{row.phase}, step {row.step}")))
+    facts.add_row("phase", Text(printable(f"{row.phase}, step {row.step}{', superseded' if row.superseded else ''}")))
     facts.add_row("task", Text(printable(f"{trajectory.task.id} ({trajectory.task.domain})")))
     facts.add_row("reward", Text.assemble(reward_text(trajectory.reward), _listed(trajectory.reward_parts, "   ")))
     facts.add_row("success", success_text(trajectory.success))
@@ -138,3 +150,12 @@ def _timings(timings: Mapping[str, float]) -> Text:
 def _is_control(character: str) -> bool:
     code = ord(character)
     return code < 32 or 127 <= code < 160 or 0xD800 <= code < 0xE000 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+
+
+def replay_table(results: Sequence[tuple[int, bool, Mapping[str, tuple[Any, Any]]]]) -> Table:
+    """Steps that were trained again: whether the weights are the same, and which metrics are not."""
+    table = Table("step", "weights", "metrics that differ", box=None)
+    for step, same_weights, differences in results:
+        told = "\n".join(f"{name}: {recorded} → {again}" for name, (recorded, again) in differences.items())
+        table.add_row(str(step), "[green]identical[/]" if same_weights else "[red]different[/]", told or "none")
+    return table

@@ -11,7 +11,6 @@ crash tore off is recognised. Readers take no lock that the writer waits for.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -29,10 +28,11 @@ from typing import Any, Literal, Self
 
 from drumroll.errors import RunFolderError, UserError
 from drumroll.record.encoding import decode_trajectory, encode_trajectory, to_json
+from drumroll.record.files import take_lock
 from drumroll.types import SampleInfo, Trajectory
 
-SCHEMA = 1
-"""Version of the tables and the record layout; a store with a larger one is refused."""
+SCHEMA = 2
+"""Version of the tables and the record layout; a store with a larger one is refused. 2 added `superseded`."""
 
 SEGMENT_BYTES = 64 * 2**20
 """A segment that has grown past this is followed by a new one."""
@@ -46,10 +46,15 @@ CREATE TABLE samples (
     domain TEXT NOT NULL, reward REAL, success INTEGER, stop_reason TEXT NOT NULL, num_prompt_tokens INTEGER NOT NULL,
     num_new_tokens INTEGER NOT NULL, oldest_version INTEGER NOT NULL, temperature REAL NOT NULL, seed INTEGER NOT NULL,
     reward_parts TEXT NOT NULL, metrics TEXT NOT NULL, timings TEXT NOT NULL, error TEXT NOT NULL, reply TEXT NOT NULL,
-    segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, time REAL NOT NULL
+    segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, time REAL NOT NULL,
+    superseded INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX samples_by_step ON samples (phase, step);
 """
+_TO_SCHEMA_2 = "ALTER TABLE samples ADD COLUMN superseded INTEGER NOT NULL DEFAULT 0;"
+_SCHEMA_1_SEEN_AS_2 = "CREATE TEMP VIEW samples AS SELECT rowid, *, 0 AS superseded FROM main.samples"
+_MARK_BITS = 40
+"""A mark is a segment's number and, in this many lower bits, a place in it."""
 
 Order = Literal["newest", "oldest", "best", "worst", "longest"]
 
@@ -92,6 +97,8 @@ class SampleRow:
     length: int
     time: float
     """Seconds since the epoch when it was written."""
+    superseded: bool = False
+    """Whether the run was taken back to before this sample, which a later one with its name has not replaced."""
 
 
 _COLUMNS = tuple(f.name for f in fields(SampleRow))
@@ -138,7 +145,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which samples a query wants; what is None does not matter."""
+    """Which samples a query wants; what is None does not matter. Superseded ones are wanted only when asked for."""
 
     phase: str | None = None
     step: Bounds | None = None
@@ -148,6 +155,7 @@ class Filter:
     success: bool | None = None
     task_id: str | None = None
     group_id: str | None = None
+    superseded: bool | None = False
 
     def where(self) -> tuple[str, list[Any]]:
         """An SQL condition and its parameters."""
@@ -164,7 +172,7 @@ class Filter:
 
 
 class Writer:
-    """Writes the store. One at a time: a second one on the same folder is refused."""
+    """Writes the store, a new one or one that is there. One at a time: a second one on the same folder is refused."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,12 +180,10 @@ class Writer:
         self._segment_bytes = segment_bytes
         self._lock = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not take_lock(self._lock):
+                raise RunFolderError(f"'{folder}' is being written by another process. A store has one writer; readers may be many.")
             self._db = sqlite3.connect(folder / _INDEX, timeout=30.0)
             self._prepare()
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise RunFolderError(f"'{folder}' is being written by another process. A store has one writer; readers may be many.") from error
         except BaseException:
             os.close(self._lock)
             raise
@@ -207,6 +213,21 @@ class Writer:
             self._segment.close()
             self._open_next_segment()
 
+    def mark(self) -> int:
+        """The place that the store has grown to, for `supersede`; everything before it is safe on disk."""
+        os.fsync(self._lock)  # the handle is the folder's: the names of its segments
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        return self._number << _MARK_BITS | self._segment.tell()
+
+    def supersede(self, mark: int) -> int:
+        """Mark what was written since `mark` as superseded: the run goes on from a checkpoint of then. Returns how many.
+
+        A sample that is written again under its name replaces the superseded one. One that was there before the mark and was
+        written again after it is superseded as well: its first record is gone, and the run that goes on makes it anew."""
+        with self._db:
+            sql = f"UPDATE samples SET superseded = 1 WHERE (segment << {_MARK_BITS} | offset) >= ? AND NOT superseded"
+            return self._db.execute(sql, [mark]).rowcount
+
     def close(self) -> None:
         """End writing, and leave one plain database file that can be read from anywhere, read-only folders included."""
         self._segment.close()
@@ -218,8 +239,9 @@ class Writer:
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        if _schema_version(self._db, self._folder) == 0:
-            self._db.executescript(f"BEGIN; {_TABLE} PRAGMA user_version = {SCHEMA}; COMMIT;")
+        found = _schema_version(self._db, self._folder)
+        if found < SCHEMA:
+            self._db.executescript(f"BEGIN; {_TO_SCHEMA_2 if found else _TABLE} PRAGMA user_version = {SCHEMA}; COMMIT;")
 
     def _open_next_segment(self) -> None:
         self._number += 1
@@ -250,8 +272,11 @@ class Reader:
         self._folder = folder
         self._db = sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
         with self._close_on_error():
-            if _schema_version(self._db, folder) == 0:
+            found = _schema_version(self._db, folder)
+            if found == 0:
                 raise RunFolderError(f"'{folder}' has no trajectories yet: its writer has only just started.")
+            if found == 1:
+                self._db.execute(_SCHEMA_1_SEEN_AS_2)
 
     def query(self, where: Filter = Filter(), order: Order = "oldest", limit: int | None = None) -> list[SampleRow]:  # noqa: B008 - frozen
         """The samples that a filter lets through."""
@@ -367,6 +392,7 @@ def _storable(value: Any) -> Any:
 def _from_columns(columns: tuple[Any, ...]) -> SampleRow:
     values = dict(zip(_COLUMNS, columns, strict=True))
     values["success"] = None if values["success"] is None else bool(values["success"])
+    values["superseded"] = bool(values["superseded"])
     for name in ("reward_parts", "metrics", "timings"):
         values[name] = {key: float(value) for key, value in json.loads(values[name]).items()}
     return SampleRow(**values)

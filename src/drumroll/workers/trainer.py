@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from drumroll.algo.algorithm import build_algorithm
 from drumroll.algo.loss import cross_entropy
-from drumroll.backends.train.base import Metrics, TrainBackend
+from drumroll.backends.train.base import Metrics, RankState, TrainBackend
 from drumroll.cluster.transport import SendsWeights
 from drumroll.config.models import AlgoConfig, TrainerConfig
 from drumroll.registry import REGISTRY
@@ -37,6 +38,7 @@ class TrainWorker(SendsWeights):
         self.rank = rank
         self.backend: TrainBackend = entry.target(config, Path(model_folder), dtype, seed, trust_remote_code=trust_remote_code)
         self.backend.setup(rank)
+        self._snapshot: RankState | None = None
         self._loss = build_algorithm(AlgoConfig.model_validate(algo)).loss if algo is not None else cross_entropy
 
     def logprobs(self, batch: Batch) -> Tensor:
@@ -58,14 +60,24 @@ class TrainWorker(SendsWeights):
     def begin(self, schedule: Schedule) -> None:
         self.backend.begin(schedule)
 
-    def remember(self, name: str) -> None:
-        self.backend.remember(name)
+    def reschedule(self, schedule: Schedule) -> None:
+        self.backend.reschedule(schedule)
 
-    def recall(self, name: str) -> None:
-        self.backend.recall(name)
+    def snapshot(self) -> None:
+        """Copy the training state to host memory, for the next `save`."""
+        self._snapshot = self.backend.snapshot()
 
-    def export(self, folder: str) -> None:
-        self.backend.export(Path(folder))
+    async def save(self, folder: str) -> None:
+        """Write the snapshot and let go of it. The compute thread trains on meanwhile."""
+        state, self._snapshot = self._snapshot, None
+        assert state is not None, "snapshot comes before save"
+        await asyncio.to_thread(self.backend.save, state, Path(folder))
+
+    def load(self, folder: str) -> None:
+        self.backend.load(Path(folder))
+
+    def export(self, folder: str, *, replace: bool = False) -> None:
+        self.backend.export(Path(folder), replace=replace)
 
     def to(self, where: Literal["device", "host"]) -> None:
         self.backend.to(where)

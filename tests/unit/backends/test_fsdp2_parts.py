@@ -1,4 +1,4 @@
-"""Parts of the training backend that its contract does not reach: attention layout, chunked scoring, schedule, rendezvous."""
+"""Parts of the training backend that its contract does not reach: attention layout, chunked scoring, gradients, schedule, rendezvous."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from drumroll.backends.train.group import RankGroup, _meet
 from drumroll.backends.train.schedule import learning_rate
 from drumroll.config.models import TrainerConfig
 from drumroll.errors import ModelError
-from drumroll.types import RankInfo
+from drumroll.text.packing import pack_demonstrations
+from drumroll.types import Batch, RankInfo, Schedule, TokenLoss
 
 
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.sampled_from([None, 1, 7, 40]), st.integers(0, 99))
@@ -61,6 +63,28 @@ def test_scoring_in_chunks_is_scoring_at_once(monkeypatch: pytest.MonkeyPatch) -
         results.append((logp, entropy, *torch.autograd.grad(logp.square().sum(), logits)))
     for at_once, in_chunks in zip(*results, strict=True):
         assert torch.equal(at_once, in_chunks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_gradient_outlives_its_update(dtype: str, tmp_path: Path) -> None:
+    """Neither a used one nor one that is not finite, whether the model is wrapped (bfloat16) or not."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    size = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    AutoModelForCausalLM.from_config(LlamaConfig(**size)).save_pretrained(tmp_path)
+    backend = fsdp2.Fsdp2(fsdp2.Fsdp2.Config(micro_batch_tokens=4, reduce_every_pass=False), tmp_path, dtype, 0)
+    backend.setup(RankInfo("actor_train", 0, 1, "cpu"))
+    backend.begin(Schedule(1e-3, 2))
+    batch = pack_demonstrations([([1, 2], [3, 4]), ([5], [6, 7, 8])])
+    batch = batch.with_fields(weight=batch.loss_mask / batch.loss_mask.sum())
+    for factor, skipped in ((1.0, 0.0), (torch.nan, 1.0)):
+
+        def scaled(logp: torch.Tensor, batch: Batch, factor: float = factor) -> TokenLoss:
+            return TokenLoss(logp * factor)
+
+        assert backend.train([batch], scaled)[0]["skipped"] == skipped
+        assert [parameter.grad for parameter in backend._parameters] == [None] * len(backend._parameters)
+    backend.close()
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,11 @@ def test_curve(folder: RunFolder) -> None:
         log.log(1, {"warmup/loss": 2.0})
         log.log_evaluation("before", 0, {"sampled": 0.4, "greedy": 0.6})
         for step in range(1, 31):
-            log.log(step, {"rollout/reward_mean": math.nan if step == 7 else step / 20 - 0.5, "rollout/success_mean": step / 30})
+            log.log(
+                step,
+                {"rollout/reward_mean": math.nan if step == 7 else step / 20 - 0.5, "rollout/success_mean": step / 30},
+                weights=f"{step:x}",
+            )
         log.log_evaluation("after", 30, {"sampled": 0.9, "greedy": 0.95})
         log.log_evaluation("comparison", 30, {"sampled": 0.7, "greedy": 0.8})
     assert draw_curve(folder) == folder.curve_file
@@ -146,6 +150,7 @@ def test_curve_of_a_run_without_any_figures(folder: RunFolder) -> None:
 
 def test_filter_from_the_command_line() -> None:
     assert parse_filter(step="3", reward=">=0.5", domain="math") == Filter(step=Bounds.at(3), reward=Bounds(low=0.5), domain="math")
+    assert parse_filter(superseded=True) == Filter(superseded=True)
     with pytest.raises(UserError, match="--reward: 'high' is no range"):
         parse_filter(reward="high")
 
@@ -184,3 +189,16 @@ def test_show(folder: RunFolder) -> None:
             assert part in view, part
         assert view.index("sort") < view.index("clean") < view.index("again") < view.rindex("1234")
         assert "no verdict" in printed(trajectory_view(reader.row("lost"), reader.load("lost")))
+
+
+def test_what_was_superseded_is_shown_only_when_asked_for(folder: RunFolder) -> None:
+    with Writer(folder.store) as writer:
+        writer.add([make("kept")], "train", 1)
+        mark = writer.mark()
+        writer.add([make("gone")], "train", 2)
+        assert writer.supersede(mark) == 1
+    with Reader(folder.store) as reader:
+        assert [row.sample_id for row in reader.query(parse_filter())] == ["kept"]
+        assert [row.sample_id for row in reader.query(parse_filter(superseded=True))] == ["gone"]
+        assert "train, step 2, superseded" in printed(trajectory_view(reader.row("gone"), reader.load("gone")))
+        assert "superseded" not in printed(trajectory_view(reader.row("kept"), reader.load("kept")))

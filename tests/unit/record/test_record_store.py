@@ -17,8 +17,10 @@ import pytest
 from record_samples import make_trajectory as make
 
 from drumroll.errors import RunFolderError, UserError
+from drumroll.record import files
 from drumroll.record.store import Bounds, Filter, Reader, Writer
-from drumroll.types import Task
+from drumroll.types import RankInfo, Task
+from drumroll.workers.recorder import RecorderWorker
 
 WRITE_UNTIL_KILLED = """
 import sys, itertools
@@ -155,9 +157,16 @@ def test_a_batch_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert reader.load("e").sample_id == "e"
 
 
-def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.0)
     with Writer(tmp_path), pytest.raises(RunFolderError, match="one writer"):
         Writer(tmp_path)
+    Writer(tmp_path).close()
+
+
+def test_a_writer_that_goes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Writer(tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda seconds: first.close())
     Writer(tmp_path).close()
 
 
@@ -241,3 +250,100 @@ def test_an_open_read_does_not_hold_the_writer_up(tmp_path: Path) -> None:
         assert time.monotonic() - start < 5.0
         assert len(cursor.fetchall()) == 19
         reading.close()
+
+
+class TestGoingBack:
+    def test_what_came_after_the_mark_is_hidden_until_it_is_written_again(self, tmp_path: Path) -> None:
+        with Writer(tmp_path, segment_bytes=1000) as writer:
+            writer.add([make("a", reply="1"), make("b")], "train", 1)
+            mark = writer.mark()
+            for step in range(2, 6):  # over several segments
+                writer.add([make(f"c{step}"), make(f"d{step}")], "train", step)
+        with Writer(tmp_path) as writer, Reader(tmp_path) as reader:
+            assert writer.supersede(mark) == 8
+            assert writer.supersede(mark) == 0
+            assert ids(reader, Filter()) == ["a", "b"]
+            assert reader.count() == 2
+            assert reader.count(Filter(superseded=None)) == 10
+            assert reader.count(Filter(superseded=True, step=Bounds.at(3))) == 2
+            assert reader.load("c3").sample_id == "c3"
+            writer.add([make("c2", reply="again")], "train", 2)
+            assert ids(reader, Filter()) == ["a", "b", "c2"]
+            assert reader.load("c2").last_reply == "again"
+            assert reader.count(Filter(superseded=None)) == 10
+            later = writer.mark()
+            assert later > mark
+            assert writer.supersede(later) == 0
+            assert writer.supersede(mark) == 1
+            assert writer.supersede(0) == 2
+            assert ids(reader, Filter()) == []
+
+    @pytest.mark.parametrize("num_before", [0, 1, 3])
+    def test_a_mark_is_between_the_batches(self, num_before: int, tmp_path: Path) -> None:
+        with Writer(tmp_path, segment_bytes=1) as writer, Reader(tmp_path) as reader:  # a segment for every batch
+            for step in range(num_before):
+                writer.add([make(f"a{step}")], "train", step)
+            mark = writer.mark()
+            writer.add([make("b")], "train", 9)
+            assert writer.supersede(mark) == 1
+            assert ids(reader, Filter()) == [f"a{step}" for step in range(num_before)]
+
+    def test_a_store_of_the_first_schema_is_read_and_written(self, tmp_path: Path) -> None:
+        with Writer(tmp_path) as writer:
+            writer.add([make("a"), make("b", reward=0.25)], "train", 1)
+        db = sqlite3.connect(tmp_path / "index.sqlite")
+        db.executescript("ALTER TABLE samples DROP COLUMN superseded; PRAGMA user_version = 1;")
+        db.close()
+        with Reader(tmp_path) as reader:
+            assert [row.sample_id for row in reader.query(order="newest")] == ["b", "a"]
+            assert reader.count(Filter(reward=Bounds.at(0.25))) == 1
+            assert reader.count(Filter(superseded=True)) == 0
+            assert reader.row("a").superseded is False
+            assert reader.load("b").reward == 0.25
+        with Writer(tmp_path) as writer, Reader(tmp_path) as reader:
+            mark = writer.mark()
+            writer.add([make("c")], "train", 2)
+            assert writer.supersede(mark) == 1
+            assert ids(reader, Filter()) == ["a", "b"]
+
+    @pytest.mark.parametrize("moment", ["payloads", "index", "commit"])
+    def test_a_writer_that_is_killed_in_the_middle(self, moment: str, tmp_path: Path) -> None:
+        def die(*values: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            writer = Writer(tmp_path)
+            writer.add([make("a"), make("b")], "train", 1)
+            os.write(tell, str(writer.mark()).encode())
+            writer.add([make("c")], "train", 2)
+            if moment == "payloads":
+                os.fsync = die
+            else:
+                start = "INSERT" if moment == "index" else "COMMIT"
+                writer._db.set_trace_callback(lambda sql: die() if sql.startswith(start) else None)
+            writer.add([make("d"), make("e")], "train", 3)
+            os._exit(1)
+        os.close(tell)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        mark = int(os.read(told, 100))
+        os.close(told)
+        with (tmp_path / "segment-000000.seg").open("ab") as segment:
+            segment.write(b"\x07half a record")
+        with Writer(tmp_path) as writer, Reader(tmp_path) as reader:
+            assert ids(reader, Filter()) == ["a", "b", "c"]
+            assert writer.supersede(mark) == 1
+            writer.add([make("c", reply="again"), make("d")], "train", 2)
+            assert ids(reader, Filter()) == ["a", "b", "c", "d"]
+            assert [reader.load(name).last_reply for name in "abcd"] == ["1234", "1234", "again", "1234"]
+
+    def test_the_recorder_marks_and_supersedes(self, tmp_path: Path) -> None:
+        worker = RecorderWorker(RankInfo("recorder", 0, 1, "cpu"), folder=str(tmp_path))
+        worker.add(None, "train", 1, [make("a")])
+        mark = worker.mark(None)
+        worker.add(None, "train", 2, [make("b")], [make("c")])
+        assert worker.supersede(mark) == 2
+        worker.close()
+        with Reader(tmp_path) as reader:
+            assert ids(reader, Filter()) == ["a"]

@@ -59,7 +59,7 @@ IDLE = {"batch/informative_token_ratio": 0.0}
 
 def idle_steps(recorder: Recorder, samples: list[SampleInfo]) -> None:
     for step in range(1, MAX_IDLE_STEPS + 1):
-        recorder.log_step(step, samples, IDLE, [], {})
+        recorder.log_step(step, samples, IDLE, [], "")
 
 
 def test_steps_without_anything_to_learn_from_stop_the_run(make: Any) -> None:
@@ -71,7 +71,7 @@ def test_one_step_that_teaches_something_starts_the_count_anew(make: Any) -> Non
     recorder = make()
     for step in range(1, 3 * MAX_IDLE_STEPS):
         report = IDLE if step % (MAX_IDLE_STEPS - 1) else {"batch/informative_token_ratio": 0.5}
-        recorder.log_step(step, [sample()], report, [], {})
+        recorder.log_step(step, [sample()], report, [], "")
 
 
 def test_a_solved_task_and_a_pull_to_a_reference_are_no_reason_to_stop(make: Any) -> None:
@@ -82,11 +82,11 @@ def test_a_solved_task_and_a_pull_to_a_reference_are_no_reason_to_stop(make: Any
 def test_forward_passes_cost_a_third_of_training(make: Any) -> None:
     recorder = make()
     updates = [{"num_tokens": 30.0, "loss": 1.0}, {"num_tokens": 10.0, "loss": 2.0}]
-    recorder.log_step(1, [sample(), sample()], {"batch/num_scored_tokens": 40.0}, updates, {})
+    recorder.log_step(1, [sample(), sample()], {"batch/num_scored_tokens": 40.0}, updates, "")
     assert (recorder.compute.trained, recorder.compute.forwarded, recorder.compute.generated) == (40, 20 + 40, 8)
     assert recorder.compute.rl_tokens == 60.0
     recorder.log_imitation(0, [{"num_tokens": 12.0}, {"num_tokens": 18.0}])
-    assert recorder.compute.sft_tokens_per_update == 15.0
+    assert recorder.compute.equal_sft_updates == 4
     (line,) = (line for line in read_lines(recorder.folder.metrics_file) if "update/loss" in line)
     assert line["update/loss"] == 1.5
 

@@ -1,4 +1,4 @@
-"""What a training backend must be able to do. `tests/contract/test_train_backends.py` checks every registered one.
+"""What a training backend must be able to do. `tests/contract/test_train_*.py` check every registered one.
 
 Every rank of the role holds one backend, and every method marked *collective* must be called on all of them.
 """
@@ -13,10 +13,11 @@ from typing import Literal
 from torch import Tensor
 
 from drumroll.algo.loss import Loss
+from drumroll.backends.train.shards import RankState
 from drumroll.config.models import TrainerConfig
 from drumroll.types import Batch, RankInfo, Schedule
 
-__all__ = ["Loss", "Metrics", "TrainBackend"]
+__all__ = ["Loss", "Metrics", "RankState", "TrainBackend"]
 
 Metrics = dict[str, float]
 
@@ -48,11 +49,12 @@ class TrainBackend(ABC):
         Over all ranks the weights of a batch sum to 1 (or to 0: then the update is a no-op); the gradient is that of the sum
         over all ranks' tokens of weight × loss, whatever the number of ranks and micro-batches. Where a batch has no `old_logp`, the
         log-probabilities of that very pass, without gradient, take its place. An update whose loss or gradient is not
-        finite leaves weights, optimizer and schedule as they were.
+        finite, on whichever rank, leaves weights, optimizer and schedule of all ranks as they were.
 
-        Metrics of each update, the same on every rank: `loss`, `grad_norm` (before clipping), `lr`, `entropy` (mean over the
-        loss mask), `num_tokens` (in the loss mask), `skipped` (1.0 when nothing was updated), and the loss's own as means
-        over the loss mask."""
+        Metrics of each update, the same on every rank: `loss`, `grad_norm` (before clipping), `lr`, `num_tokens`,
+        `num_loss_tokens` (in the loss mask), `skipped` (1.0 when nothing was updated), `nonfinite` (1.0 when that was because
+        loss or gradient was not finite, rather than for want of weight); and unless there was no weight, as means over the
+        loss mask, `entropy` and the loss's own."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -60,20 +62,37 @@ class TrainBackend(ABC):
         Shared tensors appear once, under the name that the model's safetensors file uses; floats come in `dtype`."""
 
     @abstractmethod
-    def remember(self, name: str) -> None:
-        """Keep a copy of weights, optimizer and schedule in host memory under a name."""
+    def snapshot(self) -> RankState:
+        """A copy of this rank's weights, optimizer, schedule, update count and random states in host memory. Of all that saving
+        takes, training waits for this alone."""
 
     @abstractmethod
-    def recall(self, name: str) -> None:
-        """Go back to a remembered state."""
+    def save(self, state: RankState, folder: Path) -> None:
+        """Write a snapshot into `folder`, which all ranks share, down to the disk (see `shards`).
+
+        Reads nothing that training changes and waits for no other rank, so any thread may do it while training goes on. The
+        state is complete once every rank has returned."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Collective. Go to the state that was saved in `folder`, by this or another number of ranks.
+
+        Training goes on bit for bit as it would have with the same number of ranks, and to rounding with another. A state that
+        is damaged, incomplete or of another model raises `CheckpointError` on every rank and leaves all of them as they were."""
 
     @abstractmethod
     def begin(self, schedule: Schedule) -> None:
         """Start a phase of training, before its first update: fresh optimizer state, updates counted from 0."""
 
     @abstractmethod
-    def export(self, folder: Path) -> None:
-        """Collective. Rank 0 writes a Hugging Face folder (config, tokenizer, safetensors), whole or not at all."""
+    def reschedule(self, schedule: Schedule) -> None:
+        """Go on in the same phase, from the update where it stands, with another learning rate."""
+
+    @abstractmethod
+    def export(self, folder: Path, *, replace: bool = False) -> None:
+        """Collective. Rank 0 writes a Hugging Face folder (config, tokenizer, safetensors), whole or not at all.
+
+        A folder that holds something already is refused, or replaced by the new one once that is written."""
 
     @abstractmethod
     def to(self, where: Literal["device", "host"]) -> None:

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import PositiveFloat
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -32,28 +29,15 @@ from drumroll.backends.sampling import processed_logp
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.group import RankGroup
 from drumroll.backends.train.schedule import learning_rate
+from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
-from drumroll.errors import ModelError, RunFolderError
+from drumroll.errors import CheckpointError, ModelError
 from drumroll.registry import register
 from drumroll.text.packing import micro_batches, pack_demonstrations, select, token_indices
 from drumroll.types import Batch, RankInfo, Schedule
 
 _LOGITS_PER_CHUNK = 2**27
 """Logits whose float32 copies are held at the same time: half a GiB each."""
-
-_COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-"""Files of a model folder besides weights: tokenizer, chat template and the like."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """One rank's share of a remembered state, in host memory."""
-
-    weights: list[Tensor]
-    moments: list[dict[str, Tensor]]
-    """AdamW's state of each parameter; empty before the first update."""
-    schedule: Schedule | None
-    update: int
 
 
 @register.train_backend("fsdp2")
@@ -86,7 +70,6 @@ class Fsdp2(TrainBackend):
         tensors = {**dict(self._model.named_parameters(remove_duplicate=False)), **dict(self._model.named_buffers())}
         self._tensors = {name: tensors[name] for name in names}
         self._parameters = list(self._model.parameters())
-        self._memories: dict[str, Memory] = {}
         self._schedule: Schedule | None = None
         self._num_updates = 0
         self._optimizer = self._fresh_optimizer()
@@ -109,7 +92,7 @@ class Fsdp2(TrainBackend):
     def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
         plans = [micro_batches(batch.lengths, self.config.micro_batch_tokens) for batch in updates]
         mine = [
-            (len(plan), float(batch.weight.abs().sum()), int(batch.loss_mask.sum()), batch.num_tokens)
+            (len(plan), float(batch.weight[batch.loss_mask].abs().sum()), int(batch.loss_mask.sum()), batch.num_tokens)
             for plan, batch in zip(plans, updates, strict=True)
         ]
         metrics: list[Metrics] = []
@@ -123,7 +106,7 @@ class Fsdp2(TrainBackend):
         """One optimizer update; `num_passes`, `weight` and `num_tokens` (of the loss) are those of all ranks together."""
         assert self._schedule is not None, "begin comes before train"
         lr = learning_rate(self._schedule, self._num_updates)
-        metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped": 1.0}
+        metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped": 1.0, "nonfinite": 0.0}
         if weight == 0.0:
             return metrics
         self._optimizer.zero_grad(set_to_none=True)  # a loss that raised may have left some behind
@@ -149,6 +132,8 @@ class Fsdp2(TrainBackend):
             self._optimizer.step()
             self._num_updates += 1
             metrics["skipped"] = 0.0
+        else:
+            metrics["nonfinite"] = 1.0
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
 
@@ -209,27 +194,80 @@ class Fsdp2(TrainBackend):
                 whole = whole.to(dtype)
             yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
 
-    def remember(self, name: str) -> None:
-        self._memories[name] = Memory(
-            weights=[_local(parameter).to("cpu", copy=True) for parameter in self._parameters],
-            moments=[
-                {key: _local(value).to("cpu", copy=True) for key, value in self._optimizer.state.get(parameter, {}).items()}
-                for parameter in self._parameters
-            ],
-            schedule=self._schedule,
-            update=self._num_updates,
-        )
+    def snapshot(self) -> RankState:
+        pieces = []
+        for parameter, tensor in self._tensors.items():
+            moments = self._optimizer.state.get(tensor, {})
+            for what, value in {"weight": tensor, **moments}.items():
+                extent = Extent(parameter=parameter, what=what, shape=tuple(value.shape), rows=self._rows(value))
+                pieces.append((extent, _local(value).to("cpu", copy=True)))
+        rng = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self._device)
+        return RankState(pieces, self._schedule, self._num_updates, rng)
 
-    def recall(self, name: str) -> None:
-        assert name in self._memories, f"nothing is remembered as '{name}': {sorted(self._memories)}"
-        memory = self._memories[name]
-        self._schedule, self._num_updates = memory.schedule, memory.update
+    def save(self, state: RankState, folder: Path) -> None:
+        write_rank(folder, self._group.rank, self._group.world, self.dtype, state)
+
+    def load(self, folder: Path) -> None:
+        state: RankState | None = None
+        failure: Exception | None = None
+        try:
+            state = self._share_of(folder)
+        except Exception as error:  # every rank must hear of it, or they would go on from different states
+            failure = error
+        failure = next((each for each in self._group.gather(failure) if each is not None), None)
+        if failure is not None:
+            raise failure
+        assert state is not None
+        self._restore(state)
+
+    def _share_of(self, folder: Path) -> RankState:
+        """What this rank will hold of a saved state."""
+        with Shards(folder) as shards:
+            stored = {extent.parameter: extent.shape for extent in shards.tensors.values() if extent.what == "weight"}
+            own = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+            for name in sorted({*own, *stored}):
+                if own.get(name) != stored.get(name):
+                    raise CheckpointError(
+                        f"'{folder}' is the state of another model: '{name}' has shape {stored.get(name, 'nothing')} there "
+                        f"and {own.get(name, 'nothing')} in '{self.model_folder}'."
+                    )
+            pieces = []
+            for key, whole in shards.tensors.items():
+                tensor = self._tensors[whole.parameter]
+                rows = self._rows(tensor) if whole.shape else None
+                values = shards.read(key, rows)
+                expected = torch.float32 if whole.what == "step" else tensor.dtype
+                if values.dtype != expected:
+                    raise CheckpointError(f"'{folder}': '{key}' is stored as {values.dtype}, and is {expected} in training.")
+                pieces.append((whole.model_copy(update={"rows": rows}), values))
+            return RankState(pieces, shards.schedule, shards.update, shards.rng(self._group.rank))
+
+    def _restore(self, state: RankState) -> None:
+        self._schedule, self._num_updates = state.schedule, state.update
         self._optimizer = self._fresh_optimizer()
-        for parameter, weight, moments in zip(self._parameters, memory.weights, memory.moments, strict=True):
-            _local(parameter).copy_(weight)
-            for key, value in moments.items():
-                self._optimizer.state[parameter][key] = restored = _blank(parameter, value)
-                _local(restored).copy_(value)
+        for extent, value in state.pieces:
+            target = tensor = self._tensors[extent.parameter]
+            if extent.what != "weight":
+                self._optimizer.state[tensor][extent.what] = target = _blank(tensor, value)
+            _local(target).copy_(value)
+        torch.set_rng_state(state.rng["cpu"])
+        if self._device.type == "cuda" and "cuda" in state.rng:
+            torch.cuda.set_rng_state(state.rng["cuda"], self._device)
+
+    def _rows(self, tensor: Tensor) -> tuple[int, int] | None:
+        """What this rank holds of a sharded tensor: an equal chunk, the last ranks less or nothing; None where it is not sharded."""
+        if not isinstance(tensor, DTensor):
+            return None
+        total = len(tensor)
+        chunk = -(-total // self._group.world)
+        start, end = (min(number * chunk, total) for number in (self._group.rank, self._group.rank + 1))
+        assert len(_local(tensor)) == end - start, f"rank {self._group.rank} holds {len(_local(tensor))} rows, not {start} to {end}"
+        return start, end
+
+    def reschedule(self, schedule: Schedule) -> None:
+        self._schedule = schedule
 
     def begin(self, schedule: Schedule) -> None:
         self._schedule, self._num_updates = schedule, 0
@@ -246,7 +284,7 @@ class Fsdp2(TrainBackend):
             fused=True,
         )
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, *, replace: bool = False) -> None:
         state: dict[str, Tensor] = {}
         for name, tensor in self.weights():
             if self._group.rank == 0:
@@ -254,27 +292,20 @@ class Fsdp2(TrainBackend):
         failure: Exception | None = None
         if self._group.rank == 0:
             try:
-                self._write(folder, state)
+                self._write(folder, state, replace)
             except Exception as error:  # every rank must hear of it, or the others would wait for rank 0
                 failure = error
         failure = self._group.gather(failure)[0]
         if failure is not None:
             raise failure
 
-    def _write(self, folder: Path, state: dict[str, Tensor]) -> None:
-        if folder.exists() and any(folder.iterdir()):
-            raise RunFolderError(f"'{folder}' is not empty: a model is never written over something else. Choose another folder.")
-        aside = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        self._model.save_pretrained(aside, state_dict=state)
-        config = copy.deepcopy(self._source_config)
-        config.dtype = self.dtype
-        config.save_pretrained(aside)
-        for file in sorted(self.model_folder.iterdir()):
-            if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json") and not (aside / file.name).exists():
-                shutil.copyfile(file, aside / file.name)
-        os.replace(aside, folder)
+    def _write(self, folder: Path, state: dict[str, Tensor], replace: bool) -> None:
+        with new_folder(folder, replace=replace) as aside:
+            self._model.save_pretrained(aside, state_dict=state)
+            config = copy.deepcopy(self._source_config)
+            config.dtype = self.dtype
+            config.save_pretrained(aside)
+            copy_companions(self.model_folder, aside)
 
     def to(self, where: Literal["device", "host"]) -> None:
         device = self._device if where == "device" else torch.device("cpu")
@@ -287,7 +318,6 @@ class Fsdp2(TrainBackend):
 
     def close(self) -> None:
         self._group.leave()
-        self._memories.clear()
         del self._model, self._optimizer, self._parameters, self._tensors
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -381,7 +411,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _blank(parameter: nn.Parameter, value: Tensor) -> Tensor:
+def _blank(parameter: Tensor, value: Tensor) -> Tensor:
     """Optimizer state to copy `value` into: a scalar step, or a moment that is sharded like its parameter."""
     return torch.zeros_like(value, device=parameter.device) if value.ndim == 0 else torch.zeros_like(parameter)
 

@@ -1,0 +1,106 @@
+"""Train steps of a finished or cut-off run again, from their stored trajectories and without engines, and compare.
+
+checkpoint before the step ──► trainers ◄── assembler ◄── trajectory store
+                                  └── metrics and weights, beside what metrics.jsonl says of the step
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumroll.cluster.session import Session
+from drumroll.config.load import check_config
+from drumroll.config.models import RlConfig
+from drumroll.errors import CheckpointError, RunFolderError, UserError
+from drumroll.models.prepare import prepare_model
+from drumroll.pipelines.fleet import Fleet
+from drumroll.pipelines.job import roles_of
+from drumroll.pipelines.sft import WARM
+from drumroll.pipelines.start import checkpoint_store
+from drumroll.plan import make_plan
+from drumroll.record.checkpoint import Checkpoint, CheckpointStore
+from drumroll.record.files import read_lines
+from drumroll.record.folder import RunFolder
+from drumroll.record.recorder import mean_of_updates
+from drumroll.record.store import Bounds, Filter, Reader
+from drumroll.rollout.scheduler import Rollout
+from drumroll.types import Group, SampleInfo
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One step as it was recorded and as it came out again."""
+
+    step: int
+    recorded: Mapping[str, Any]
+    again: Mapping[str, Any]
+    same_weights: bool
+    """Bit for bit."""
+
+    def differences(self) -> dict[str, tuple[Any, Any]]:
+        """Metrics of the training that came out differently, recorded and again."""
+        return {name: (self.recorded.get(name), value) for name, value in self.again.items() if not _same(self.recorded.get(name), value)}
+
+
+def replay(path: str | Path, step: int) -> list[Replayed]:
+    """Train again from the newest good checkpoint before `step` up to `step`; one result for each step."""
+    folder = RunFolder.open(path)
+    cfg = check_config({**folder.config(), "run_dir": str(folder.root)})
+    if not isinstance(cfg, RlConfig):
+        raise UserError(f"'{path}' is a run of supervised fine-tuning; only steps of RL can be replayed.")
+    recorded = {line["step"]: line for line in read_lines(folder.metrics_file) if "weights" in line}
+    if step not in recorded:
+        raise RunFolderError(f"'{path}' has no step {step}: its steps of RL go up to {max(recorded, default=0)}.")
+    with checkpoint_store(cfg, folder) as checkpoints, Reader(folder.store) as reader, _fleet(cfg, folder) as fleet:
+        origin, first = _before(checkpoints, step)
+        fleet.load(origin.path / "trainer")
+        if origin.name == WARM:
+            fleet.begin("rl")
+        fleet.start_reference(cfg)
+        return [_again(number, recorded[number], fleet, reader) for number in range(first + 1, step + 1)]
+
+
+def _before(checkpoints: CheckpointStore, step: int) -> tuple[Checkpoint, int]:
+    """The checkpoint to begin with, and its step."""
+    known = {int(match[1]): name for name in checkpoints.names() if (match := _STEP.fullmatch(name))}
+    if WARM in checkpoints.names():
+        known.setdefault(0, WARM)
+    problems = []
+    for number in sorted((number for number in known if number < step), reverse=True):
+        try:
+            return checkpoints.load(known[number]), number
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError(f"no checkpoint of a step before {step} can be used to begin with. " + " ".join(problems))
+
+
+def _again(step: int, recorded: Mapping[str, Any], fleet: Fleet, reader: Reader) -> Replayed:
+    rows = reader.query(Filter(phase="train", step=Bounds.at(step)))
+    block = [reader.load(row.sample_id) for row in rows]
+    rollout = Rollout((Group(f"step {step}", tuple(map(SampleInfo.of, block))),), (block,))
+    batch = fleet.assemble(step, rollout)
+    again = {**batch.report, **mean_of_updates(fleet.train(batch))}
+    return Replayed(step, recorded, again, same_weights=fleet.digest() == recorded["weights"])
+
+
+@contextmanager
+def _fleet(cfg: RlConfig, folder: RunFolder) -> Iterator[Fleet]:
+    with Session(cfg.ray) as session:
+        plan = make_plan(cfg, session.pool(), roles_of(cfg))
+        fleet = Fleet(cfg, session, plan, folder, prepare_model(cfg.model, folder.initial_model, cfg.seed))
+        fleet.start_replay(cfg)
+        yield fleet
+
+
+def _same(recorded: Any, again: float) -> bool:
+    if isinstance(recorded, float) and math.isnan(again):
+        return math.isnan(recorded)
+    return bool(recorded == again)
