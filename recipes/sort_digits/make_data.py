@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-SIZES = {"heldout": 512, "demonstrations": 80, "train": 3000}
+SIZES = {"heldout": 512, "demonstrations": 96, "train": 3000}
 
 
 def main() -> None:

@@ -322,7 +322,7 @@ class TestRunsThatAreNotThere:
 
     def test_export_of_a_step_without_a_checkpoint(self, run: Path, refused: Invoke) -> None:
         message = refused("export", str(run), "out", "--step", "7")
-        assert "no checkpoint of step 7. Steps with one: none (`record.checkpoint_every`)" in message
+        assert "no checkpoint of step 7. Steps with one: none (`checkpoint.every`)" in message
 
 
 class TestTheCommandLineItself:

@@ -109,9 +109,10 @@ def test_signals_end_a_run_and_every_process_of_it_and_no_other_run(tmp_path: Pa
         assert all(folder.is_dir() for folder in temporary.values())
 
         first.terminate()
-        _, err = first.communicate(timeout=30)
+        out, err = first.communicate(timeout=20)
         assert first.returncode == 143
         assert err == ""
+        assert "the run can go on from its checkpoint" in out
         wait_until(lambda: not processes(marks[one]), 10, "the end of every process after SIGTERM")
         assert not temporary[one].exists()
         assert temporary[two].is_dir()
@@ -119,9 +120,10 @@ def test_signals_end_a_run_and_every_process_of_it_and_no_other_run(tmp_path: Pa
         reached = num_steps(two)
         wait_until(lambda: num_steps(two) > reached, 30, "another step of the other run")
         os.killpg(second.pid, signal.SIGINT)  # as a terminal does
-        _, err = second.communicate(timeout=30)
+        out, err = second.communicate(timeout=30)
         assert second.returncode == 130
         assert err == "drumroll: interrupted\n"
+        assert "the run can go on from its checkpoint" in out
         wait_until(lambda: not processes(marks[two]), 10, "the end of every process after Ctrl-C")
         assert not temporary[two].exists()
 

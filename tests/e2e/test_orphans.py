@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,25 @@ def listening() -> set[str]:
     return {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENING}
 
 
-def nothing_left(mark: str, before: set[str], folder: Path) -> Callable[[], bool]:
-    """A condition: of the run and of what it had `before`, nothing is there any more."""
+def left(mark: str, before: set[str], folder: Path) -> list[str]:
+    """What is still there of a run, and of what it had open `before`."""
+    memory = [name for name in before if name.startswith("/dev/shm/") and os.path.exists(name)]
+    return [*map(command_line, processes(mark)), *(before & listening()), *memory, *([str(folder)] if folder.exists() else [])]
 
-    def check() -> bool:
-        memory = [name for name in before if name.startswith("/dev/shm/") and os.path.exists(name)]
-        return not (processes(mark) or before & listening() or memory or folder.exists())
 
-    return check
+def command_line(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return f"process {pid}, which has ended"
+
+
+def expect_nothing(mark: str, before: set[str], folder: Path) -> None:
+    """Of the run nothing is left ten seconds after its end."""
+    patience = time.monotonic() + 10
+    while (things := left(mark, before, folder)) and time.monotonic() < patience:
+        time.sleep(0.05)
+    assert things == []
 
 
 @pytest.mark.parametrize("moment", ["starting", "training"])
@@ -63,7 +75,23 @@ def test_a_killed_controller_leaves_nothing(tmp_path: Path, moment: str) -> None
         assert folder.is_dir()
         assert before & listening()
         run.kill()  # the controller alone
-        wait_until(nothing_left(mark, before, folder), 10, "the end of everything after SIGKILL")
+        expect_nothing(mark, before, folder)
+
+
+def test_a_second_sigterm_ends_a_run_at_once_that_waits_for_its_last_checkpoint(tmp_path: Path) -> None:
+    mark = f"{os.getpid()}-twice"
+    with endless(tmp_path, mark) as run:
+        wait_until(lambda: num_steps(tmp_path) > 0 or run.poll() is not None, 120, "the first step")
+        folder, before = session_folder(mark), opened(mark)
+        for pid in processes(mark):
+            if b"ray::" in (Path("/proc") / str(pid) / "cmdline").read_bytes():
+                os.kill(pid, signal.SIGSTOP)  # no trainer answers any more
+        run.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(2)
+        run.terminate()
+        assert run.wait(2) == 143
+        expect_nothing(mark, before, folder)
 
 
 def test_ctrl_c_while_workers_start_leaves_nothing(tmp_path: Path) -> None:
@@ -75,4 +103,4 @@ def test_ctrl_c_while_workers_start_leaves_nothing(tmp_path: Path) -> None:
         _, err = run.communicate(timeout=60)
         assert run.returncode == 130
         assert err == "drumroll: interrupted\n"
-        wait_until(nothing_left(mark, before, folder), 10, "the end of everything after Ctrl-C")
+        expect_nothing(mark, before, folder)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +52,25 @@ def _workers_in_this_process(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A small run that ended by an error in its third step, without time for a last checkpoint."""
+def failing_at(step: int) -> Callable[..., None]:
+    """`take_step` of a run that ends by an error after that step."""
     take_step = rl.take_step
 
-    def fail_at_three(job: Any, fleet: Any, rec: Any, keeper: Any) -> None:
-        if keeper.progress.step == 2:
-            keeper._settle()
-            keeper._saved = keeper._fitting
+    def take_step_or_fail(job: Any, fleet: Any, rec: Any, keeper: Any) -> None:
+        if keeper.progress.step == step:
             raise CutOffError
         take_step(job, fleet, rec, keeper)
 
-    monkeypatch.setattr(rl, "take_step", fail_at_three)
-    with pytest.raises(CutOffError):
-        run_tiny(tmp_path, **SMALL)
-    monkeypatch.undo()
+    return take_step_or_fail
+
+
+@pytest.fixture
+def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A small run that ended by an error in its third step."""
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "take_step", failing_at(2))
+        with pytest.raises(CutOffError):
+            run_tiny(tmp_path, **SMALL)
     return RunFolder.open(tmp_path / "run")
 
 
@@ -288,6 +293,18 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert len(kept) <= 2
 
 
+def test_checkpoints_can_be_on_any_filesystem(uninterrupted: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = {**SMALL, "checkpoint": {"every": 1, "root": "memory://drumroll/elsewhere"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "take_step", failing_at(2))
+        with pytest.raises(CutOffError):
+            run_tiny(tmp_path, **elsewhere)
+    run = resume(tmp_path / "run")
+    assert not (run.root / "checkpoints").exists()
+    assert read_lines(run.incarnations_file)[-1]["resumed_from"] == "step-000002"
+    assert weights(run) == weights(uninterrupted)
+
+
 def test_a_checkpoint_can_be_exported(uninterrupted: RunFolder, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -329,16 +346,9 @@ def reward_of_mine(trajectory: drumroll.Trajectory) -> float:
 def test_from_python_functions_are_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = tiny_tree(tmp_path)
     options = {"rollout": tree["rollout"], "devices": tree["devices"], "record": {"tensorboard": False}, "checkpoint": {"every": 1}}
-    take_step = rl.take_step
-
-    def fail_at_two(job: Any, fleet: Any, rec: Any, keeper: Any) -> None:
-        if keeper.progress.step == 1:
-            raise CutOffError
-        take_step(job, fleet, rec, keeper)
-
     tasks = [{"prompt": f"{number}="} for number in range(10)]
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "take_step", fail_at_two)
+        patch.setattr(rl, "take_step", failing_at(1))
         with pytest.raises(CutOffError):
             drumroll.train(model=tree["model"], tasks=tasks, reward=reward_of_mine, run_dir=tmp_path / "run", max_steps=2, **options)
     run = drumroll.resume(tmp_path / "run", reward=reward_of_mine)
@@ -385,3 +395,23 @@ def test_sigterm_then_on_two_trainers_and_back(tmp_path: Path) -> None:
     for one, two in zip(mine, other, strict=True):
         assert one["rollout/reward_mean"] == pytest.approx(two["rollout/reward_mean"], abs=0.05)
         assert one["update/grad_norm"] == pytest.approx(two["update/grad_norm"], rel=0.05, abs=1e-4)
+
+
+@pytest.mark.real_ray
+def test_a_supervised_run_whose_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tiny_tree(tmp_path, **{**SMALL, "max_steps": 40})))
+    run = RunFolder(tmp_path / "run")
+    command = [sys.executable, "-m", "drumroll", "train", str(config), f"run_dir={run.root}", "--supervise"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as supervisor:
+        patience = time.monotonic() + 120
+        while not run.metrics_file.exists() or len(weights(run)) < 2:
+            assert time.monotonic() < patience
+            assert supervisor.poll() is None
+            time.sleep(0.02)
+        os.kill(int(run.lock_file.read_text()), signal.SIGKILL)
+        _, said = supervisor.communicate(timeout=150)
+    assert supervisor.returncode == 0, said
+    assert "was ended by SIGKILL. It is resumed in 1 s." in said
+    assert len(read_lines(run.incarnations_file)) == 2
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(1, 41))

@@ -53,8 +53,8 @@ STOP_S = 3.0
 """How long the workers of a private Ray may take to end by themselves; the guardian kills those that do not."""
 MARK = "DRUMROLL_SESSION"
 """Variable in the environment of every process of a private Ray: its folder. Process ids are used again; the folder's name is not."""
-KEEP, REMOVE = "keep", "remove"
-"""What a guardian is told to do with the folder in an orderly end."""
+GUARD, KEEP, REMOVE = "guard", "keep", "remove"
+"""What a guardian is told about the folder: that it is there, and in an orderly end whether it stays."""
 
 
 class Session:
@@ -87,7 +87,8 @@ class Session:
             raise UserError("this process is connected to Ray already. Call `ray.shutdown()` first.")
         try:
             self._stack.enter_context(_quiet())
-            self._stack.enter_context(_environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}))  # of results that nobody asks for any more
+            # Errors of results that nobody asks for any more are ignored; the mode is set by Ray itself.
+            self._stack.enter_context(_environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}, "RAY_AUTH_MODE"))
             # `ray.init` would take SIGTERM over; the program's own handler stays.
             with _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None):
                 self._start() if self.private else self._join()
@@ -100,7 +101,7 @@ class Session:
         self._guardian = _Guardian()
         # Sockets have paths of at most 107 characters, and Ray adds about 70.
         self.folder = tempfile.mkdtemp(prefix="drumroll-ray-", dir=None if len(tempfile.gettempdir()) < 15 else "/tmp")
-        self._guardian.tell(self.folder)
+        self._guardian.tell(GUARD, self.folder)
         # A token of its own: none is written into the home folder, and nobody else's is needed.
         self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
         self._stack.enter_context(_fresh_token())
@@ -147,7 +148,7 @@ class Session:
                 self._stack.close()
                 if self._guardian is not None:
                     keep = isinstance(error, WorkerError)
-                    self._guardian.dismiss(KEEP if keep else REMOVE)
+                    self._guardian.dismiss(KEEP if keep else REMOVE, self.folder)
                     if error is not None and keep:
                         error.add_note(f"The workers' logs are kept in {self.folder}.")
 
@@ -228,7 +229,7 @@ class _Guardian:
     """A small process that outlives this one by seconds and clears up after it. No signal to this one's group reaches it."""
 
     def __init__(self) -> None:
-        code = f"{inspect.getsource(_guard)}\n_guard({MARK!r}, {KEEP!r})"
+        code = f"{inspect.getsource(_guard)}\n_guard({MARK!r}, {GUARD!r}, {KEEP!r})"
         self._process = subprocess.Popen(  # its end of the pipe is closed in every program that this process starts
             [sys.executable, "-I", "-S", "-c", code],
             stdin=subprocess.PIPE,
@@ -239,21 +240,22 @@ class _Guardian:
             text=True,
         )
 
-    def tell(self, line: str) -> None:
+    def tell(self, word: str, folder: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.write(f"{word} {folder}\n")
         self._process.stdin.flush()
 
-    def dismiss(self, order: str) -> None:
-        """Have it end what is still there and deal with the folder; returns when it is done."""
+    def dismiss(self, word: str, folder: str | None) -> None:
+        """Have it end what is still there and deal with the folder, if there is one; returns when it is done."""
         with suppress(BrokenPipeError):  # somebody ended it
-            self.tell(order)
+            if folder is not None:
+                self.tell(word, folder)
         with suppress(BrokenPipeError):
             self._process.communicate()
 
 
-def _guard(mark: str, keep: str) -> None:
-    """The guardian's program, which is this function's source alone. Reads the session's folder and, in an orderly end, an order.
+def _guard(mark: str, guard: str, keep: str) -> None:
+    """The guardian's program, which is this function's source alone: waits for the end of its input, and obeys its last line.
 
     Where the controller died, it may have been about to start another process: the guardian looks again for a second.
     """
@@ -265,9 +267,10 @@ def _guard(mark: str, keep: str) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    folder, *order = sys.stdin.read().splitlines() or [""]
-    if not folder:
+    lines = sys.stdin.read().splitlines()
+    if not lines:
         return
+    word, _, folder = lines[-1].partition(" ")
     wanted = f"{mark}={folder}".encode()
     started = time.monotonic()
     while time.monotonic() < started + 8.0:
@@ -280,16 +283,17 @@ def _guard(mark: str, keep: str) -> None:
                         os.kill(int(name), signal.SIGKILL)
             except OSError:  # it has ended, or is somebody else's
                 continue
-        if not num_found and (order or time.monotonic() > started + 1.0):
+        if not num_found and (word != guard or time.monotonic() > started + 1.0):
             break
         time.sleep(0.02)
-    if order != [keep]:
+    if word != keep:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in (*changes, "RAY_AUTH_MODE")}  # Ray sets the mode by itself
+def _environment(changes: Mapping[str, str], *others: str) -> Iterator[None]:
+    """Variables for the length of a block; `others` are put back too."""
+    before = {name: os.environ.get(name) for name in (*changes, *others)}
     os.environ.update(changes)
     try:
         yield

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from drumroll.cluster.session import KEEP, MARK, REMOVE, _Guardian
+from drumroll.cluster.session import GUARD, KEEP, MARK, REMOVE, _Guardian
 
 SLEEP = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 
@@ -43,8 +43,8 @@ def foreign(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.parametrize("order", [KEEP, REMOVE])
 def test_an_orderly_end(folder: Path, own: subprocess.Popen[bytes], foreign: subprocess.Popen[bytes], order: str) -> None:
     guardian = _Guardian()
-    guardian.tell(str(folder))
-    guardian.dismiss(order)
+    guardian.tell(GUARD, str(folder))
+    guardian.dismiss(order, str(folder))
     assert own.wait(10) == -signal.SIGKILL
     assert foreign.poll() is None
     assert folder.exists() == (order == KEEP)
@@ -52,14 +52,14 @@ def test_an_orderly_end(folder: Path, own: subprocess.Popen[bytes], foreign: sub
 
 def test_signals_do_not_end_it(folder: Path, own: subprocess.Popen[bytes]) -> None:
     guardian = _Guardian()
-    guardian.tell(str(folder))
+    guardian.tell(GUARD, str(folder))
     assert os.getsid(guardian._process.pid) != os.getsid(0)  # neither the terminal nor a signal to this group reaches it
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     while not all(ignored(guardian._process.pid) >> (number - 1) & 1 for number in numbers):
         assert guardian._process.poll() is None
     for number in numbers:
         guardian._process.send_signal(number)
-    guardian.dismiss(REMOVE)
+    guardian.dismiss(REMOVE, str(folder))
     assert own.wait(10) == -signal.SIGKILL
 
 
@@ -71,19 +71,19 @@ def ignored(pid: int) -> int:
 
 def test_one_that_was_ended_is_no_reason_to_fail(folder: Path) -> None:
     guardian = _Guardian()
-    guardian.tell(str(folder))
+    guardian.tell(GUARD, str(folder))
     guardian._process.kill()
     guardian._process.wait()
-    guardian.dismiss(REMOVE)
+    guardian.dismiss(REMOVE, str(folder))
 
 
 CONTROLLER = """
     import subprocess, sys, time
-    from drumroll.cluster.session import MARK, _Guardian
+    from drumroll.cluster.session import GUARD, MARK, _Guardian
 
     folder, sleep = sys.argv[1], sys.argv[2:]
     guardian = _Guardian()
-    guardian.tell(folder)
+    guardian.tell(GUARD, folder)
     subprocess.Popen(sleep, env={MARK: folder})
     bystander = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, close_fds=False)
     print(guardian._process.pid, bystander.pid, flush=True)
@@ -108,7 +108,7 @@ def test_a_killed_controller(folder: Path) -> None:
             os.close(bystander)
 
 
-def test_a_controller_that_is_killed_before_it_has_a_folder() -> None:
+def test_a_session_that_ends_before_it_has_a_folder() -> None:
     guardian = _Guardian()
-    guardian._process.communicate()
+    guardian.dismiss(REMOVE, None)
     assert guardian._process.returncode == 0
