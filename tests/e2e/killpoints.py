@@ -10,6 +10,7 @@ drawn beforehand, whatever its threads are doing. Prints one JSON line.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ from drumroll.pipelines.start import resume, start
 from drumroll.record.files import JsonLines, read_lines
 from drumroll.record.phases import PhaseTimer
 from drumroll.record.store import Filter, Reader
-from drumroll.workers import assembler, engine, environment, recorder, trainer  # noqa: F401 - imported once, before forking
 
 MAX_STEPS = 4
 VARYING = ("time", "sync/seconds", "rollout/tokens_per_s")
@@ -94,6 +95,7 @@ def forked(go: Callable[[], object], folder: Path, last: int | None = None) -> i
             with local_cluster():
                 go()
             told.write_text(str(points.count))
+            (folder / "modules").write_text("\n".join(sys.modules))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -109,7 +111,14 @@ def forked(go: Callable[[], object], folder: Path, last: int | None = None) -> i
 
 
 def tree(folder: Path, run: Path) -> dict[str, Any]:
-    changes = {"max_steps": MAX_STEPS, "eval": {"every": 2}, "checkpoint": {"every": 1}, "run_dir": str(run), "warmup": {"steps": 6}}
+    changes = {
+        "max_steps": MAX_STEPS,
+        "eval": {"every": 2, "num_tasks": 4},
+        "checkpoint": {"every": 1},
+        "rollout": {"groups_per_step": 3},
+        "run_dir": str(run),
+        "warmup": {"steps": 6},
+    }
     return tiny_tree(folder, **changes, deterministic=True, model={"dtype": "float32"}, record={"tensorboard": False})
 
 
@@ -150,6 +159,9 @@ def main() -> None:
     whole = folder / "whole"
     total = forked(lambda: begin_or_go_on(folder, whole), folder)
     assert total is not None
+    for module in (folder / "modules").read_text().splitlines():  # imported once, for all runs to come
+        with suppress(Exception):
+            importlib.import_module(module)
     expected = result(whole)
     kills: Counter[str] = Counter()
     different: list[str] = []

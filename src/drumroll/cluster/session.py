@@ -105,8 +105,9 @@ class Session:
         # A token of its own: none is written into the home folder, and nobody else's is needed.
         self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
         self._stack.enter_context(_fresh_token())
+        marks = {MARK: self.folder, "SPT_NOENV": "1"}  # processes that give themselves a title do not write over the first one
         # Ray replaces 127.0.0.1 by the machine's outer address unless it is told that it cannot form a cluster.
-        with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False), _environment({MARK: self.folder}):
+        with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False), _environment(marks):
             ray.init(
                 address="local",  # also when RAY_ADDRESS names a cluster
                 num_cpus=os.cpu_count(),
@@ -257,7 +258,8 @@ class _Guardian:
 def _guard(mark: str, guard: str, keep: str) -> None:
     """The guardian's program, which is this function's source alone: waits for the end of its input, and obeys its last line.
 
-    Where the controller died, it may have been about to start another process: the guardian looks again for a second.
+    A process that is being started shows no environment yet, and a controller that died may have been about to start one: the
+    guardian goes on looking for a while after the last one that it found.
     """
     import os
     import shutil
@@ -272,19 +274,17 @@ def _guard(mark: str, guard: str, keep: str) -> None:
         return
     word, _, folder = lines[-1].partition(" ")
     wanted = f"{mark}={folder}".encode()
-    started = time.monotonic()
-    while time.monotonic() < started + 8.0:
-        num_found = 0
+    quiet_s = 1.0 if word == guard else 0.1
+    started = found = time.monotonic()
+    while time.monotonic() < min(found + quiet_s, started + 8.0):
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
             try:
                 with open(f"/proc/{name}/environ", "rb") as environ:
                     if wanted in environ.read().split(b"\0"):
-                        num_found += 1
                         os.kill(int(name), signal.SIGKILL)
+                        found = time.monotonic()
             except OSError:  # it has ended, or is somebody else's
                 continue
-        if not num_found and (word != guard or time.monotonic() > started + 1.0):
-            break
         time.sleep(0.02)
     if word != keep:
         shutil.rmtree(folder, ignore_errors=True)
