@@ -20,8 +20,8 @@ LISTENING = "0A"
 
 def starting(mark: str) -> bool:
     """Whether the first workers' processes are there; they import for seconds before they can be told anything."""
-    lines = [(Path("/proc") / str(pid) / "cmdline").read_bytes() for pid in processes(mark)]
-    return any(b"/default_worker.py\0" in line for line in lines)  # the raylet has the name too, inside of an argument
+    # The raylet has the name too, inside of an argument.
+    return any("/default_worker.py\0" in command_line(pid) for pid in processes(mark))
 
 
 def opened(mark: str) -> set[str]:
@@ -51,7 +51,7 @@ def left(mark: str, before: set[str], folder: Path) -> list[str]:
 
 def command_line(pid: int) -> str:
     try:
-        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode()
     except OSError:
         return f"process {pid}, which has ended"
 

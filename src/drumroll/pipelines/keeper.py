@@ -27,7 +27,7 @@ from typing import Any, Protocol, Self
 
 from drumroll.cluster.cluster import DEADLINE_S
 from drumroll.config.models import RunConfig
-from drumroll.errors import CheckpointError, DivergedError, WorkerError
+from drumroll.errors import CheckpointError, DivergedError, DrumrollError, WorkerError
 from drumroll.pipelines.fleet import Fleet, Phase
 from drumroll.record.checkpoint import Checkpoint, CheckpointStore
 from drumroll.record.folder import RunFolder
@@ -155,7 +155,8 @@ class Keeper:
             elif not isinstance(error, WorkerError):  # a fleet with a hole in it has no state to save
                 self._save_last_state()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            if self._signal is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
@@ -224,22 +225,22 @@ class Keeper:
             self._checkpoints.wait()
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _reported(self, kind: type[DrumrollError] = CheckpointError) -> Iterator[None]:
         """What goes wrong with a checkpoint is told and kept, and does not stop the run."""
         try:
             yield
-        except CheckpointError as error:
+        except kind as error:
             self._saved = None
             self._folder.incident("checkpoint", reason=str(error))
             self._rec.warn(f"no checkpoint: {error}")
 
     def _save_last_state(self) -> None:
-        """The run ends early: whatever can still be saved is saved, within seconds."""
-        self._settle()
-        if self._fitting is None:
-            self._rec.warn("the run ended in the middle of an update, which is lost.")
-        elif self._fitting is not self._saved:
-            with self._reported():
+        """The run ends early: whatever can still be saved is saved, within seconds, and the reason of its end stays the reason."""
+        with self._reported(DrumrollError):
+            self._settle()
+            if self._fitting is None:
+                self._rec.warn("the run ended in the middle of an update, which is lost.")
+            elif self._fitting is not self._saved:
                 self._checkpoints.write(*self._content(deadline_s=LAST_CHECKPOINT_S))
         if names := self._checkpoints.names():
             self._rec.warn(f"the run can go on from its checkpoint '{names[-1]}': drumroll resume {self._folder.root}")
