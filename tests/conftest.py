@@ -1,6 +1,11 @@
 """Settings that every test shares."""
 
 import os
+import signal
+
+# Shells start background jobs with Ctrl-C ignored, and processes that tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One compute thread per process: more are slower where cores are few, and results repeat bit for bit.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

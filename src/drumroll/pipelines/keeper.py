@@ -290,9 +290,9 @@ class Keeper:
 
     def _watch_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._handlers[number] = signal.signal(number, self._on_signal)
-            self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as Ctrl-C is for a run in the background
+                    self._handlers[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGALRM:  # the turn has had its time
