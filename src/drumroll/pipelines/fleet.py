@@ -253,8 +253,12 @@ class Fleet:
         """Launch clusters side by side: imports take most of a worker's start."""
         with ThreadPoolExecutor(len(launches)) as pool:
             started = {name: pool.submit(build) for name, build in launches.items()}
-            for name, future in started.items():
-                setattr(self, name, future.result())
+            try:
+                for name, future in started.items():
+                    setattr(self, name, future.result())
+            except BaseException:
+                self._session.end_workers()  # or the pool would wait for launches that are of no use any more
+                raise
 
     def _trainers(self, role: Role, model_folder: Path, **kwargs: Any) -> Cluster:
         kwargs |= {
