@@ -10,7 +10,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,32 +107,6 @@ def plain_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(params=REGISTRY.names("train_backend"))
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., TrainBackend]]:
-    opened: list[TrainBackend] = []
-
-    def build(folder: Path, **options: Any) -> TrainBackend:
-        opened.append(make_backend(request.param, folder, **options))
-        return opened[-1]
-
-    yield build
-    for backend in opened:
-        backend.close()
 
 
 Make = Callable[..., TrainBackend]

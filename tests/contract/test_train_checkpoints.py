@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_train_backends import FAULTY, LR, VOCABULARY, make_backend, make_batch, make_models, run_two_ranks, shards_of, weights_of
+from test_train_backends import FAULTY, LR, VOCABULARY, make_backend, make_batch, run_two_ranks, shards_of, weights_of
 from torch import Tensor
 
 from drumroll.algo.loss import ppo_clip
@@ -35,32 +35,6 @@ from drumroll.workers.trainer import TrainWorker
 
 Make = Callable[..., TrainBackend]
 DECAY: dict[str, Any] = {"schedule": "cosine", "total_updates": 6, "weight_decay": 0.1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(params=REGISTRY.names("train_backend"))
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    opened: list[TrainBackend] = []
-
-    def build(folder: Path, **options: Any) -> TrainBackend:
-        opened.append(make_backend(request.param, folder, **options))
-        return opened[-1]
-
-    yield build
-    for backend in opened:
-        backend.close()
 
 
 def contents(folder: Path) -> dict[str, Tensor]:

@@ -24,20 +24,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 
 from killpoints import result, tree
-
-MARK = "DRUMROLL_CHAOS"
-
-
-def left_over(mark: str) -> list[int]:
-    """Processes of a run, known by a variable that they inherit."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+from test_cli import MARK, processes
 
 
 def launch(arguments: list[str], mark: str, kill_after: float | None) -> int:
@@ -50,9 +37,9 @@ def launch(arguments: list[str], mark: str, kill_after: float | None) -> int:
         process.send_signal(signal.SIGKILL)
         code = process.wait()
     patience = time.monotonic() + 10
-    while left_over(mark):
+    while processes(mark):
         if time.monotonic() > patience:
-            raise SystemExit(f"processes {left_over(mark)} are there 10 s after the end of the run")
+            raise SystemExit(f"processes {processes(mark)} are there 10 s after the end of the run")
         time.sleep(0.1)
     return code
 

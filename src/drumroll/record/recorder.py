@@ -162,7 +162,8 @@ class Recorder:
     def _watch_numbers(self, where: str, updates: Sequence[Mapping[str, float]], sample_ids: Sequence[str] = ()) -> None:
         for number, update in enumerate(updates):
             if not update.get("nonfinite"):
-                self.num_nonfinite = 0
+                if self.num_nonfinite < MAX_NONFINITE:  # too many stay too many, whatever came after them in the same call
+                    self.num_nonfinite = 0
                 continue
             self.num_nonfinite += 1
             facts = {name: repr(update[name]) for name in ("loss", "grad_norm")}
