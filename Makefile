@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos lint types unit docs clean
+.PHONY: help install demo test chaos simulate lint types unit docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ test: install lint types unit  ## Everything that CI runs: lint, strict types, a
 chaos: install  ## Kill runs at 50 random points, through Ray and inside one process, and compare (about 30 minutes)
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
 	$(BIN)/python tests/e2e/chaos.py $$(mktemp -d) --kills 50 --seed 11
+
+simulate: install  ## 10,000 random schedules with faults through the rollout scheduler, in virtual time (about 5 minutes)
+	$(BIN)/python tests/unit/rollout/random_schedules.py --seeds 10000 --jobs 2
 
 lint: install  ## Style
 	$(BIN)/ruff check .

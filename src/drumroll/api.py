@@ -49,7 +49,7 @@ class Run:
     def trajectories(self, *, phase: str | None = None, limit: int | None = None) -> list[Trajectory]:
         """What the model did, oldest first."""
         with Reader(RunFolder.open(self.folder).store) as reader:
-            return [reader.load(row.sample_id) for row in reader.query(Filter(phase=phase), limit=limit)]
+            return [reader.load(row.sample_id) for row in reader.query(Filter(phase=phase, state="consumed"), limit=limit)]
 
 
 def train(

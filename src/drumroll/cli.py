@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -118,6 +118,7 @@ def show(
     phase: Annotated[str | None, typer.Option(help="train, eval or comparison.")] = None,
     reward: Annotated[str | None, typer.Option(help="Only these rewards: '1', '>=0.5', '<0' or '0.2..0.8'.")] = None,
     domain: Annotated[str | None, typer.Option(help="Only this domain.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only what ended so: consumed, filtered, aborted or failed.")] = None,
     stop: Annotated[str | None, typer.Option(help="Only this stop reason, for example length.")] = None,
     success: Annotated[bool | None, typer.Option("--success/--no-success", help="Only successes, or only others.")] = None,
     limit: Annotated[int, typer.Option(help="At most this many.", min=1)] = 20,
@@ -132,14 +133,45 @@ def show(
     from drumroll.record.store import Reader
 
     console = Console()
-    where = parse_filter(phase=phase, step=step, reward=reward, domain=domain, stop_reason=stop, success=success, superseded=superseded)
+    where = parse_filter(
+        phase=phase, step=step, reward=reward, domain=domain, state=state, stop_reason=stop, success=success, superseded=superseded
+    )
     with Reader(RunFolder.open(run).store) as reader:
         rows = [reader.row(sample)] if sample else reader.query(where, limit=limit)
         if not sample and not full:
             console.print(sample_table(rows, reader.count(where)))
             return
         for row in rows:
-            console.print(trajectory_view(row, reader.load(row.sample_id)))
+            console.print(trajectory_view(row, reader.load(row.sample_id) if row.has_payload else None))
+
+
+@app.command()
+def trace(run: RunPath, out: Annotated[Path, typer.Argument(metavar="OUT.json", help="File to write; must not exist.")]) -> None:
+    """Write the timeline of a run, also while it goes on: every slot, environment worker, reward worker and trainer."""
+    from drumroll.record.folder import RunFolder
+    from drumroll.record.store import Filter, Reader
+    from drumroll.record.trace import write_trace
+
+    folder = RunFolder.open(run)
+    num_events = write_trace(folder, out)
+    with Reader(folder.store) as reader:
+        num_samples = reader.count(Filter(superseded=None))
+    print(f"wrote {num_events:,} events of {num_samples:,} samples to {out}")
+    print("Open it at https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing.")
+
+
+@app.command()
+def bench(
+    what: Annotated[Literal["scheduler"], typer.Argument(metavar="WHAT", help="scheduler: ways of scheduling samples, side by side.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds, steps and combinations: under a minute.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each combination.", min=1)] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes; as many as processors otherwise.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every row to this file, too.")] = None,
+) -> None:
+    """Measure a part of drumroll in simulation: a table, and one line of JSON at the end."""
+    from drumroll.bench.scheduler import bench as bench_scheduler
+
+    bench_scheduler(quick=quick, num_seeds=seeds, num_processes=jobs, out=out)
 
 
 @app.command(name="list")

@@ -24,6 +24,8 @@ Every class is built from its message alone, so that each survives pickling betw
 
 from __future__ import annotations
 
+import traceback
+
 
 class DrumrollError(Exception):
     """Base of everything that drumroll raises on purpose."""
@@ -87,6 +89,12 @@ class RolloutError(DrumrollError):
 
 class DivergedError(DrumrollError):
     """Training whose losses or gradients are no longer finite, also after going back to an earlier state."""
+
+
+def place_of(error: Exception) -> str:
+    """` (file, line 12)`: where it was raised, for messages about the user's own functions."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 class PolicyFault(Exception):

@@ -61,6 +61,12 @@ class Entry:
     """What a batch must carry for it, for example `("values",)` or `("ref_logp",)`."""
 
     @property
+    def short_name(self) -> str:
+        """The registered name, or the function's own where a config names it by path."""
+        by_path = ":" in self.name or self.name.endswith(".py")
+        return str(getattr(self.target, "__name__", self.name)) if by_path else self.name
+
+    @property
     def summary(self) -> str:
         return (inspect.getdoc(self.target) or "").split("\n")[0]
 
@@ -76,7 +82,7 @@ class Entry:
 
 @cache  # one class for each function, so that equal options compare equal
 def _schema_of(function: Callable[..., Any], name: str, base: type[V]) -> type[V]:
-    hints = get_type_hints(inspect.unwrap(function)) if inspect.isfunction(function) else {}
+    hints = get_type_hints(inspect.unwrap(function), include_extras=True) if inspect.isfunction(function) else {}
     options: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -94,6 +100,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "advantage": dict.fromkeys(("grpo", "rloo", "reinforce"), "drumroll.algo.advantage"),
     "loss": dict.fromkeys(("ppo_clip", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"),
+    "correction": dict.fromkeys(("none", "truncated_is"), "drumroll.algo.correction"),
+    "group_filter": dict.fromkeys(("all_right", "all_wrong", "all_equal", "reward_variance"), "drumroll.rollout.filters"),
     "infer_backend": {"native": "drumroll.backends.infer.native"},
     "train_backend": {"fsdp2": "drumroll.backends.train.fsdp2"},
 }
@@ -229,6 +237,8 @@ class register:  # noqa: N801 - reads as a verb: @register.reward("name")
     reward = partial(REGISTRY.add, "reward")
     advantage = partial(REGISTRY.add, "advantage")
     loss = partial(REGISTRY.add, "loss")
+    correction = partial(REGISTRY.add, "correction")
+    group_filter = partial(REGISTRY.add, "group_filter")
     infer_backend = partial(REGISTRY.add, "infer_backend")
     train_backend = partial(REGISTRY.add, "train_backend")
 

@@ -31,6 +31,10 @@ spent; done: the environment ended the episode; turns: the turn budget was spent
 environment; aborted: no longer wanted; deadline and failed: infrastructure, never trained on."""
 
 
+Fault = Literal["", "engine", "environment", "reward"]
+"""Who failed where `stop_reason` is `failed` or `deadline`; empty: the worker itself, or nobody."""
+
+
 class Version(NamedTuple):
     """Published weights. Resume and rollback raise the incarnation, so that older leftovers are recognised."""
 
@@ -120,9 +124,12 @@ class Trajectory(Parcel):
     success: bool | None = None
     """The environment's or the rewards' own statement; never inferred from the episode having ended."""
     error: str = ""
-    timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds since the epoch of each event of its life, and durations ending in `_s`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    life: bytes = b""
+    """When it passed through which state in its worker (see `life`)."""
+    attempt: int = 0
+    """Leases of the sample before this one."""
+    fault: Fault = ""
 
     @property
     def last_reply(self) -> str:
@@ -166,10 +173,14 @@ class SampleInfo(Parcel):
     num_prompt_tokens: int
     num_new_tokens: int
     oldest_version: int
+    """Of its tokens; -1 where it has none."""
+    newest_version: int
     reward_parts: Mapping[str, float]
     metrics: Mapping[str, float]
-    timings: Mapping[str, float]
     error: str = ""
+    life: bytes = b""
+    attempt: int = 0
+    fault: Fault = ""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> SampleInfo:
@@ -186,10 +197,13 @@ class SampleInfo(Parcel):
             num_prompt_tokens=len(trajectory.token_ids) - num_new_tokens,
             num_new_tokens=num_new_tokens,
             oldest_version=int(versions.min()) if len(versions) else -1,
+            newest_version=int(versions.max()) if len(versions) else -1,
             reward_parts=trajectory.reward_parts,
             metrics=trajectory.metrics,
-            timings=trajectory.timings,
             error=trajectory.error,
+            life=trajectory.life,
+            attempt=trajectory.attempt,
+            fault=trajectory.fault,
         )
 
 
@@ -292,6 +306,12 @@ class Chunk(Parcel):
     token_version: list[int]
     finish: FinishReason | None = None
     error: str = ""
+    slot: int = -1
+    """Of the last chunk: the slot that the request ran in; -1 when it never got one."""
+    started: float = 0.0
+    """Of the last chunk: when it took its slot, in seconds since the epoch."""
+    ended: float = 0.0
+    """Of the last chunk: when it left its slot, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +322,7 @@ class EngineLoad:
     num_waiting: int
     num_slots: int
     version: Version
+    paused: bool = False
     num_tokens_total: int = 0
     """Tokens generated since the start."""
     busy_s_total: float = 0.0

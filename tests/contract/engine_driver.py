@@ -63,6 +63,9 @@ class Reply:
     token_version: list[int] = field(default_factory=list)
     finishes: list[str] = field(default_factory=list)
     error: str = ""
+    slot: int = -1
+    started: float = 0.0
+    ended: float = 0.0
 
 
 class Driver:
@@ -97,7 +100,9 @@ class Driver:
             reply.token_version += chunk.token_version
             if chunk.finish is not None:
                 reply.finishes.append(chunk.finish)
-                reply.error = chunk.error
+                reply.error, reply.slot, reply.started, reply.ended = chunk.error, chunk.slot, chunk.started, chunk.ended
+            else:
+                assert (chunk.slot, chunk.started, chunk.ended) == (-1, 0.0, 0.0), "only the last chunk knows"
         return chunks
 
     def gather(self, ids: Iterable[str], timeout_s: float = 30.0) -> list[Reply]:

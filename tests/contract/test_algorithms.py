@@ -1,6 +1,8 @@
-"""What every registered advantage and loss must do, whoever wrote it."""
+"""What every registered advantage, loss and off-policy correction must do, whoever wrote it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,13 @@ from drumroll.types import Batch
 
 ADVANTAGES = REGISTRY.names("advantage")
 LOSSES = REGISTRY.names("loss")
+CORRECTIONS = REGISTRY.names("correction")
 
 
 def make_batch() -> Batch:
-    """Twelve trajectories in four groups (one of a single trajectory, one without variance), observations between the replies."""
+    """Twelve trajectories in four groups (one of a single trajectory, one without variance), observations between the replies.
+
+    Their tokens were sampled by other weights than those that the update starts from."""
     generator = torch.Generator().manual_seed(1)
     batch = pack_demonstrations([([1, 2, 3], [4] * (2 + number % 4)) for number in range(12)])
     mask = batch.loss_mask & (batch.position_ids != 4)
@@ -26,10 +31,15 @@ def make_batch() -> Batch:
         loss_mask=mask,
         group_index=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3]),
         rewards=torch.tensor([1.0, 0, 0, 1, 0.5, 0.25, 1, 0, 0.1, 0.1, 0.1, 1.0]),
+        behaviour_logp=-3 * torch.rand(size, generator=generator) * mask,
         advantages=torch.randn(size, generator=generator) * mask,
         old_logp=-torch.rand(size, generator=generator) * mask,
         ref_logp=-torch.rand(size, generator=generator) * mask,
     )
+
+
+def section(loss: str, correction: str | None = None, **more: Any) -> AlgoConfig:
+    return AlgoConfig.model_validate({"loss": loss, "correction": correction, **more})
 
 
 def make_logp(batch: Batch) -> Tensor:
@@ -58,14 +68,15 @@ def test_an_advantage_does_not_depend_on_the_order_of_trajectories(kind: str) ->
     torch.testing.assert_close(advantage(permuted), moved)
 
 
+@pytest.mark.parametrize("correction", [None, *CORRECTIONS])
 @pytest.mark.parametrize("kl", [None, "k1", "k2", "k3"])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_masked_tokens_have_exactly_zero_gradient(kind: str, kl: str | None) -> None:
+def test_masked_tokens_have_exactly_zero_gradient(kind: str, kl: str | None, correction: str | None) -> None:
     """Whatever stands in the fields there."""
-    section = {"loss": kind, **({"kl": {"coef": 0.1, "estimator": kl}} if kl else {})}
-    loss = build_algorithm(AlgoConfig.model_validate(section)).loss
+    loss = build_algorithm(section(kind, correction, **({"kl": {"coef": 0.1, "estimator": kl}} if kl else {}))).loss
     batch = make_batch()
-    wild = {name: getattr(batch, name).masked_fill(~batch.loss_mask, 1e4) for name in ("advantages", "old_logp", "ref_logp")}
+    fields = {"advantages": 1e4, "old_logp": 1e4, "ref_logp": 1e4, "behaviour_logp": -1e4}
+    wild = {name: getattr(batch, name).masked_fill(~batch.loss_mask, value) for name, value in fields.items()}
     logp = make_logp(batch)
     outcome = loss(logp, batch.with_fields(**wild))
     assert outcome.loss.shape == (batch.num_tokens,)
@@ -78,28 +89,75 @@ def test_masked_tokens_have_exactly_zero_gradient(kind: str, kl: str | None) -> 
         assert not value.requires_grad, name
 
 
+@pytest.mark.parametrize("correction", [None, *CORRECTIONS])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_splitting_and_permuting_an_update_changes_nothing(kind: str, aggregation: str) -> None:
-    algo = build_algorithm(AlgoConfig.model_validate({"loss": kind, "aggregation": aggregation, "kl": {"coef": 0.1}}))
+def test_splitting_and_permuting_an_update_changes_nothing(kind: str, aggregation: str, correction: str | None) -> None:
+    algo = build_algorithm(section(kind, correction, aggregation=aggregation, kl={"coef": 0.1}))
     batch = make_batch()
-    batch = batch.with_fields(weight=algo.weights(batch, 8))
+    batch = batch.with_fields(weight=algo.weights(batch, 8), token_version=torch.arange(batch.num_tokens))
     logp = make_logp(batch)
     whole = torch.autograd.grad((algo.loss(logp, batch).loss * batch.weight).sum(), logp)[0]
-    carried = batch.with_fields(behaviour_logp=logp.detach(), token_version=torch.arange(batch.num_tokens))
     order = torch.randperm(12, generator=torch.Generator().manual_seed(5)).tolist()
     pieced = torch.zeros_like(whole)
     for indices in (order[:5], order[5:6], [], order[6:]):
-        part = select(carried, indices)
-        part_logp = part.behaviour_logp.clone().requires_grad_()
+        part = select(batch, indices)
+        part_logp = logp.detach()[part.token_version].requires_grad_()
         loss = (algo.loss(part_logp, part).loss * part.weight).sum()
         pieced[part.token_version] = torch.autograd.grad(loss, part_logp)[0]
     assert torch.equal(pieced, whole)
 
 
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_correction_changes_nothing_where_the_tokens_are_of_the_weights_being_trained(kind: str, correction: str) -> None:
+    batch = make_batch()
+    batch = batch.with_fields(behaviour_logp=batch.old_logp)
+    plain, corrected = (build_algorithm(section(kind, name)).loss(make_logp(batch), batch) for name in (None, correction))
+    assert torch.equal(corrected.loss, plain.loss)
+    assert torch.equal(corrected.metrics["correction_weight"], torch.ones(batch.num_tokens))
+    assert not corrected.metrics["correction_truncated"].any()
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_correction_multiplies_the_surrogate_by_constants_and_leaves_the_kl_alone(correction: str) -> None:
+    batch = make_batch()
+    logp = make_logp(batch)
+    kl = {"coef": 0.1}
+    plain, corrected, plain_kl, corrected_kl = (
+        build_algorithm(section("ppo_clip", name, kl=term)).loss(logp, batch) for term in (None, kl) for name in (None, correction)
+    )
+    factor = corrected.metrics["correction_weight"]
+    assert factor.isfinite().all()
+    assert (factor >= 0).all()
+    assert torch.equal(factor[~batch.loss_mask], torch.ones(int((~batch.loss_mask).sum())))
+    torch.testing.assert_close(corrected.loss, factor * plain.loss)
+    torch.testing.assert_close(corrected_kl.loss - corrected.loss, plain_kl.loss - plain.loss)
+    gradient, expected = (torch.autograd.grad(value.sum(), logp, retain_graph=True)[0] for value in (corrected.loss, factor * plain.loss))
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("distance", [1e3, -1e3])
+def test_a_correction_stays_finite_however_far_the_weights_have_moved(correction: str, distance: float) -> None:
+    batch = make_batch()
+    assert batch.old_logp is not None
+    far = batch.with_fields(behaviour_logp=batch.old_logp - distance)
+    logp = make_logp(batch)
+    outcome = build_algorithm(section("ppo_clip", correction)).loss(logp, far)
+    assert outcome.loss.isfinite().all()
+    assert outcome.metrics["correction_weight"].isfinite().all()
+    assert torch.autograd.grad(outcome.loss.sum(), logp)[0].isfinite().all()
+
+
 def test_an_algorithm_is_rebuilt_from_its_dumped_section() -> None:
     cfg = AlgoConfig.model_validate(
-        {"advantage": {"kind": "grpo", "scale_by_std": False}, "loss": {"kind": "ppo_clip", "clip_high": 0.28}, "kl": {"coef": 0.01}}
+        {
+            "advantage": {"kind": "grpo", "scale_by_std": False},
+            "loss": {"kind": "ppo_clip", "clip_high": 0.28},
+            "kl": {"coef": 0.01},
+            "correction": {"kind": "truncated_is", "cap": 1.5},
+        }
     )
     assert AlgoConfig.model_validate(cfg.model_dump()).model_dump() == cfg.model_dump()
     here, there = build_algorithm(cfg), build_algorithm(AlgoConfig.model_validate(cfg.model_dump()))
@@ -108,6 +166,7 @@ def test_an_algorithm_is_rebuilt_from_its_dumped_section() -> None:
     assert torch.equal(here.advantage(batch), there.advantage(batch))
     assert torch.equal(here.loss(logp, batch).loss, there.loss(logp, batch).loss)
     assert here.needs == there.needs == {"ref_logp"}
+    assert float(there.loss(logp, batch).metrics["correction_weight"].max()) == 1.5
     assert build_algorithm(AlgoConfig()).needs == frozenset()
     clipped = build_algorithm(AlgoConfig.model_validate({"loss": {"kind": "ppo_clip", "clip_high": 0.01}})).loss
     assert not torch.equal(clipped(logp, batch).loss, build_algorithm(AlgoConfig()).loss(logp, batch).loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -225,17 +226,78 @@ def test_abort_at_any_time_ends_once_and_spares_the_others(driver: Driver) -> No
 
 
 def test_an_abort_takes_effect_within_a_step(driver: Driver) -> None:
-    driver.submit(
-        ask("long", prompt_of(4), max_new_tokens=200, temperature=0.0),
-        *(ask(f"{i}", prompt_of(5), seed=i, max_new_tokens=200) for i in range(8)),
-    )
-    driver.until(lambda: "long" in driver.replies, wait_s=0.005)
+    """Whatever the engine does at that moment: after the step that it is in, the slots are free."""
+    for wait_s in (0.0, 0.002, 0.01, 0.02):
+        doomed = [f"{i} {wait_s}" for i in range(8)]
+        driver.submit(*(ask(name, prompt_of(5), seed=i, max_new_tokens=200) for i, name in enumerate(doomed)))
+        driver.poll(wait_s)
+        driver.backend.abort(doomed)
+        tokens = driver.backend.load().num_tokens_total
+        driver.gather(doomed)
+        load = driver.backend.load()
+        assert (load.num_running, load.num_waiting) == (0, 0)
+        assert load.num_tokens_total - tokens <= len(doomed)
+
+
+def test_an_aborted_request_makes_room_for_the_next_though_the_engine_is_paused(folder: Path, kind: str) -> None:
+    with engine(folder, kind, num_slots=2) as driver:
+        long = [ask(name, prompt_of(4), seed=1, max_new_tokens=200, temperature=0.0) for name in ("long", "kept")]
+        driver.submit(*long, ask("next", prompt_of(5), max_new_tokens=3))
+        driver.until(lambda: "long" in driver.replies, wait_s=0.005)
+        driver.do(driver.backend.pause())
+        driver.poll(0.0)
+        before, tokens = driver.backend.load(), list(driver.replies["long"].token_ids)
+        assert (before.num_running, before.num_waiting) == (2, 1)
+        driver.backend.abort(["long"])
+        aborted = driver.gather(["long"])[0]
+        assert (aborted.finishes, aborted.token_ids) == (["aborted"], tokens)
+        after = driver.backend.load()
+        assert (after.num_running, after.num_waiting, after.num_tokens_total) == (1, 1, before.num_tokens_total)
+        driver.do(driver.backend.resume())
+        follower = driver.gather(["next"])[0]
+        assert follower.slot == aborted.slot
+        assert follower.started >= aborted.ended
+
+
+def test_last_chunks_say_who_held_which_slot_and_when(folder: Path, kind: str) -> None:
+    with engine(folder, kind, num_slots=3) as driver:
+        before = time.time()
+        names = [f"r{i}" for i in range(24)]
+        driver.submit(*(ask(name, prompt_of(1 + 3 * i), i, max_new_tokens=1 + i % 7) for i, name in enumerate(names)))
+        driver.poll(0.0)
+        driver.backend.abort(names[::5])
+        replies = [reply for reply in driver.gather(names) if reply.slot >= 0]
+        after = time.time()
+    assert {reply.slot for reply in replies} == {0, 1, 2}
+    assert all(before <= reply.started <= reply.ended <= after for reply in replies)
+    assert all(reply.slot >= 0 for reply in driver.replies.values() if reply.token_ids)
+    for slot in range(3):
+        stays = sorted((reply.started, reply.ended) for reply in replies if reply.slot == slot)
+        assert all(left <= taken for (_, left), (taken, _) in pairwise(stays))
+
+
+def test_a_request_that_never_got_a_slot_names_none(driver: Driver) -> None:
     driver.do(driver.backend.pause())
-    driver.poll(0.0)
-    tokens = len(driver.replies["long"].token_ids)
-    driver.backend.abort(["long"])
-    driver.do(driver.backend.resume())
-    assert len(driver.gather(["long"])[0].token_ids) <= tokens + 1
+    driver.submit(ask("waiting", prompt_of(4)), ask("refused", []))
+    driver.backend.abort(["waiting"])
+    for reply in driver.gather(["waiting", "refused"]):
+        assert (reply.slot, reply.started, reply.ended) == (-1, 0.0, 0.0)
+
+
+def test_an_engine_says_whether_it_may_compute(folder: Path, kind: str) -> None:
+    with engine(folder, kind, started=False) as driver:
+        backend = driver.backend
+        seen = [backend.load().paused]
+        driver.start()
+        for action in (None, backend.pause, backend.resume, backend.sleep, backend.wake):
+            if action is not None:
+                driver.do(action())
+            seen.append(backend.load().paused)
+        driver.start()
+        with pytest.raises(WeightSyncError):
+            driver.do(backend.update(Version(0, 1), iter([]), "keep"))
+        seen.append(backend.load().paused)
+    assert seen == [True, False, True, False, True, True, True]
 
 
 def test_deadlines_hold_running_waiting_and_paused(folder: Path, kind: str) -> None:

@@ -1,10 +1,12 @@
 """Kills the tiny run with SIGKILL at random points, resumes it, and compares with the run that nobody killed.
 
     python tests/e2e/killpoints.py FOLDER --kills 20 --seed 7
+    python tests/e2e/killpoints.py FOLDER --kills 20 --seed 7 --staleness 2
 
 Every run is a forked process with its workers inside (see `local_cluster`), so that one costs a second. It counts *points*: each
 call of a worker, each line of metrics, each fsync and rename. A run that is to be killed sends itself SIGKILL at a point that is
-drawn beforehand, whatever its threads are doing. Prints one JSON line.
+drawn beforehand, whatever its threads are doing. An asynchronous run (`--staleness`) does not repeat; of it must be true that every
+step trained on as many groups as it should, and that no group was trained on twice. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from drumroll.record.phases import PhaseTimer
 from drumroll.record.store import Filter, Reader
 
 MAX_STEPS = 4
+GROUPS_PER_STEP = 3
 VARYING = ("time", "sync/seconds", "rollout/tokens_per_s")
 """Metrics that measure time."""
 
@@ -110,32 +113,35 @@ def forked(go: Callable[[], object], folder: Path, last: int | None = None) -> i
     return int(told.read_text())
 
 
-def tree(folder: Path, run: Path) -> dict[str, Any]:
-    changes = {
+def tree(folder: Path, run: Path, staleness: int = 0) -> dict[str, Any]:
+    filters = [{"kind": "reward_variance", "min_variance": 0.002}]
+    changes: dict[str, Any] = {
         "max_steps": MAX_STEPS,
         "eval": {"every": 2, "num_tasks": 4},
         "checkpoint": {"every": 1},
-        "rollout": {"groups_per_step": 3},
+        "rollout": {"groups_per_step": GROUPS_PER_STEP, "filters": filters, "max_staleness": staleness},
         "run_dir": str(run),
         "warmup": {"steps": 6},
     }
-    return tiny_tree(folder, **changes, deterministic=True, model={"dtype": "float32"}, record={"tensorboard": False})
+    if staleness:
+        changes |= {"algo": {"correction": "truncated_is"}, "devices": {"actor_train": 0, "actor_infer": 1}, "ray": {"cpu_slots": 2}}
+    return tiny_tree(folder, **changes, deterministic=not staleness, model={"dtype": "float32"}, record={"tensorboard": False})
 
 
-def begin_or_go_on(folder: Path, run: Path) -> None:
+def begin_or_go_on(folder: Path, run: Path, staleness: int = 0) -> None:
     if (run / "config.yaml").exists():
         resume(run)
     else:  # killed before it was a run
         if run.exists():
             run.rename(run.with_name(f"{run.name}-{len(list(run.parent.iterdir()))}"))
-        start(check_config(tree(folder, run)))
+        start(check_config(tree(folder, run, staleness)))
 
 
 def result(run: Path) -> dict[str, Any]:
     """What must not depend on kills."""
     lines = {
         name: [
-            {key: value for key, value in line.items() if key not in VARYING and not key.startswith("time/")}
+            {key: value for key, value in line.items() if key not in VARYING and not key.startswith(("time/", "utilisation/", "queue/"))}
             for line in read_lines(run / name)
         ]
         for name in ("metrics.jsonl", "eval.jsonl")
@@ -147,17 +153,31 @@ def result(run: Path) -> dict[str, Any]:
     return {**lines, "samples": samples, "summary": summary, "weights": (run / "model/final/model.safetensors").read_bytes().hex()}
 
 
+def wrong_steps(run: Path) -> list[str]:
+    """What is not as it must be even where runs do not repeat."""
+    with Reader(run / "store") as reader:
+        rows = reader.query(Filter(phase="train", state="consumed"))
+    groups = {(row.step, row.group_id) for row in rows}
+    steps = [line["step"] for line in read_lines(run / "metrics.jsonl") if "weights" in line]
+    wrong = [f"steps {steps}"] if steps != list(range(1, MAX_STEPS + 1)) else []
+    wrong += [f"step {step} has {count} groups" for step, count in Counter(step for step, _ in groups).items() if count != GROUPS_PER_STEP]
+    wrong += [f"{name} was used {count} times" for name, count in Counter(name for _, name in groups).items() if count > 1]
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(arguments.seed)
     whole = folder / "whole"
-    total = forked(lambda: begin_or_go_on(folder, whole), folder)
+    staleness: int = arguments.staleness
+    total = forked(lambda: begin_or_go_on(folder, whole, staleness), folder)
     assert total is not None
     for module in (folder / "modules").read_text().splitlines():  # imported once, for all runs to come
         with suppress(Exception):
@@ -171,13 +191,17 @@ def main() -> None:
         num_runs += 1
         while True:
             left = arguments.kills - sum(kills.values())
-            ended = forked(lambda run=run: begin_or_go_on(folder, run), folder, rng.randrange(1, total) if left else None)  # type: ignore[misc]
+            ended = forked(lambda run=run: begin_or_go_on(folder, run, staleness), folder, rng.randrange(1, total) if left else None)  # type: ignore[misc]
             if ended is not None:
                 break
             kills[(folder / "told").read_text()] += 1
+        if staleness:
+            different += [f"{run.name}: {what}" for what in wrong_steps(run)]
+            continue
         got = result(run)
         different += [f"{run.name}: {name}" for name in expected if got[name] != expected[name]]
-    print(json.dumps({"points": total, "runs": num_runs, "kills": kills, "different": different}))
+    rejected = sum(line["rollout/num_rejected"] for line in read_lines(whole / "metrics.jsonl") if "weights" in line)
+    print(json.dumps({"points": total, "runs": num_runs, "kills": kills, "rejected_groups": rejected, "different": different}))
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def rewards(tmp_path: Path) -> Path:
 def test_a_reward_that_always_raises_stops_the_run(tmp_path: Path, rewards: Path, command: Command) -> None:
     config = write_config(tmp_path, rewards=[{"kind": f"{rewards}:asleep"}], data={"heldout": None})
     message = command("train", config, code=1)
-    assert message.startswith("drumroll: RolloutError: sample train/000001/")
+    assert message.startswith("drumroll: RolloutError: sample train/")
     assert "of task 'train-" in message
     assert "failed 3 times (`rollout.max_attempts`)" in message
     assert "reward 'asleep' failed on task 'train-" in message

@@ -20,12 +20,14 @@ from drumroll.record.folder import RunFolder
 
 
 def test_a_run_in_this_process_gives_the_weights_of_one_on_ray(first: RunFolder, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     with local_cluster():
         run = run_tiny(tmp_path)
+    left_over = [thread.name for thread in threading.enumerate() if thread not in before]
     ours, theirs = (load_file(folder.final_model / "model.safetensors") for folder in (run, first))
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in theirs)
-    assert THREAD_NAME not in [thread.name for thread in threading.enumerate()]
+    assert THREAD_NAME not in left_over
 
 
 @pytest.fixture

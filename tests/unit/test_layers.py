@@ -8,13 +8,13 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "drumroll"
 
 LAYERS = {
-    "types": 0, "errors": 0, "registry": 0,
+    "life": 0, "types": 0, "errors": 0, "registry": 0,
     "config": 1, "hub": 1,
     "algo": 2, "envs": 2, "rewards": 2, "text": 2, "plan": 2, "data": 2, "models": 2,
     "backends": 3,
     "cluster": 4,
     "rollout": 5, "record": 5,
-    "workers": 6,
+    "workers": 6, "bench": 6,
     "pipelines": 7,
     "api": 8, "cli": 8, "__init__": 9, "__main__": 9,
 }  # fmt: skip

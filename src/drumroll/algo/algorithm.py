@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drumroll.algo.advantage import broadcast
 from drumroll.algo.aggregate import Aggregation, token_weights
+from drumroll.algo.correction import with_correction
 from drumroll.algo.kl import with_kl
 from drumroll.algo.loss import Loss
 from drumroll.config.models import AlgoConfig
@@ -26,6 +27,7 @@ class Algorithm:
     estimate: Callable[[Batch], Tensor]
     """The registered advantage, [N] or [T]."""
     loss: Loss
+    """The registered loss times the correction's factors, plus the KL term; both where the section has them."""
     aggregation: Aggregation
     needs: frozenset[str]
     """Fields that somebody must fill in before the update, besides the advantages: for example `ref_logp`."""
@@ -45,7 +47,11 @@ def build_algorithm(cfg: AlgoConfig) -> Algorithm:
     loss = REGISTRY.lookup("loss", cfg.loss.kind)
     needs = {*advantage.needs, *loss.needs}
     loss_function: Loss = bind(loss, cfg.loss.model_dump(exclude={"kind"}))
-    if cfg.kl is not None:
+    if cfg.correction is not None:
+        correction = REGISTRY.lookup("correction", cfg.correction.kind)
+        needs |= {*correction.needs}
+        loss_function = with_correction(loss_function, bind(correction, cfg.correction.model_dump(exclude={"kind"})))
+    if cfg.kl is not None:  # after the correction, which is for the surrogate alone
         needs.add("ref_logp")
         loss_function = with_kl(loss_function, cfg.kl.coef, cfg.kl.estimator)
     return Algorithm(

@@ -122,15 +122,40 @@ class SamplingConfig(Options):
         return Sampling(**{**self.model_dump(), **changes})
 
 
+class FilterConfig(Variant):
+    """Base of every group filter's options."""
+
+
+FilterChoice = Annotated[SerializeAsAny[FilterConfig], VariantOf("group_filter")]
+
+
 class RolloutConfig(Options):
     """What one step asks of the rollouts."""
 
     groups_per_step: PositiveInt = 32
-    """Tasks attempted in each step."""
+    """Groups that each step trains on; a group is the attempts at one task."""
     group_size: PositiveInt = 8
     """Attempts at each task."""
-    max_staleness: Literal[0] = 0
-    """How many versions old a trained token may be; 0 is synchronous."""
+    max_staleness: NonNegativeInt = 0
+    """How many versions old a trained token may be. 0 is synchronous: a step's samples are made by the newest weights alone, and what
+    is left over is aborted. With more, rollouts go on while the trainers work, and what is unfinished goes on in the next step."""
+    filters: tuple[FilterChoice, ...] = ()
+    """Each may reject a complete group, which is then replaced by one of another task."""
+    max_rejected: PositiveInt | None = None
+    """Groups that one step may reject, for filters, failures and age together, before the run stops; 10 × `groups_per_step` otherwise."""
+    min_group_size: PositiveInt | None = None
+    """A group that lost members to failures or age is still used with this many; otherwise `group_size`, and with a `max_staleness`
+    above 0 half of it."""
+    extra_groups: NonNegativeInt = 0
+    """Redundancy: groups asked for beyond `groups_per_step`. The first to be complete are taken."""
+    extra_samples: NonNegativeInt = 0
+    """Redundancy: attempts asked for beyond `group_size`. The first to end are taken, the rest are aborted."""
+    tail_batching: bool = False
+    """Groups that `extra_groups` leaves unfinished are put off, and come back together in rounds of their own without redundancy."""
+    max_in_flight: PositiveInt | None = None
+    """Samples that are leased at the same time; as many as keep the engines' slots busy otherwise."""
+    cache_on_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to the keys and values of unfinished replies when new weights arrive."""
     max_turns: PositiveInt = 1
     """Replies in one episode."""
     max_tokens: PositiveInt | None = None
@@ -140,8 +165,42 @@ class RolloutConfig(Options):
     """Processes that run episodes."""
     deadline_s: PositiveFloat = 600.0
     """One episode may take this long."""
+    stall_s: Annotated[float, Field(ge=1.0)] = 60.0
+    """An engine that is at work may give no token of a reply for this long."""
+    env_deadline_s: PositiveFloat = 300.0
+    """One start or step of an environment may take this long."""
+    reward_deadline_s: PositiveFloat = 60.0
+    """One reward may think about one sample for this long."""
     max_attempts: PositiveInt = 3
-    """Leases of one sample before its failures stop the run."""
+    """Leases of one sample before it counts as failed."""
+
+    @property
+    def smallest_group(self) -> int:
+        """Members that a group must have to be used."""
+        if self.min_group_size is not None:
+            return self.min_group_size
+        return self.group_size if self.max_staleness == 0 else max(1, self.group_size // 2)
+
+    @property
+    def rejection_cap(self) -> int:
+        return self.max_rejected or 10 * self.groups_per_step
+
+    @model_validator(mode="after")
+    def numbers_fit(self) -> RolloutConfig:
+        if self.smallest_group > self.group_size:
+            raise ValueError(
+                f"`min_group_size` is {self.min_group_size}, more than the {self.group_size} members of a group (`group_size`)"
+            )
+        if self.max_in_flight is not None and self.max_in_flight < self.group_size + self.extra_samples:
+            raise ValueError(
+                f"`max_in_flight` is {self.max_in_flight}, too few for one group of {self.group_size + self.extra_samples} "
+                f"(`group_size` + `extra_samples`)"
+            )
+        if self.tail_batching and (self.max_staleness > 0 or self.extra_groups == 0):
+            raise ValueError(
+                "`tail_batching` puts off what `extra_groups` leaves unfinished: it needs `extra_groups` above 0 and `max_staleness` 0"
+            )
+        return self
 
 
 class EnvConfig(Variant):
@@ -165,6 +224,10 @@ class AdvantageConfig(Variant):
 
 class LossConfig(Variant):
     """Base of every loss's options."""
+
+
+class CorrectionConfig(Variant):
+    """Base of the options of every off-policy correction."""
 
 
 class KlConfig(Options):
@@ -223,6 +286,7 @@ class EngineConfig(Variant):
 EnvChoice = Annotated[SerializeAsAny[EnvConfig], VariantOf("env")]
 RewardChoice = Annotated[SerializeAsAny[RewardConfig], VariantOf("reward")]
 AdvantageChoice = Annotated[SerializeAsAny[AdvantageConfig], VariantOf("advantage")]
+CorrectionChoice = Annotated[SerializeAsAny[CorrectionConfig], VariantOf("correction")]
 LossChoice = Annotated[SerializeAsAny[LossConfig], VariantOf("loss")]
 TrainerChoice = Annotated[SerializeAsAny[TrainerConfig], VariantOf("train_backend")]
 EngineChoice = Annotated[SerializeAsAny[EngineConfig], VariantOf("infer_backend")]
@@ -237,6 +301,8 @@ class AlgoConfig(Options):
     """token_mean: every token of the update counts the same; sequence_mean: every trajectory; constant_length: tokens are
     divided by trajectories times `rollout.sampling.max_new_tokens`, so that length changes nothing."""
     kl: KlConfig | None = None
+    correction: CorrectionChoice | None = None
+    """What makes up for tokens that were sampled by other weights than the ones being trained."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates that each step's trajectories are divided into."""
     epochs_per_step: PositiveInt = 1
@@ -414,6 +480,9 @@ class RlConfig(RunConfig):
     def repeatable(self) -> RlConfig:
         if self.deterministic and self.engine.kind != "native":
             raise ValueError(f"`deterministic`: the engine '{self.engine.kind}' samples other tokens each time; use `engine.kind: native`")
+        timed = [name for name in ("max_staleness", "extra_groups", "extra_samples", "tail_batching") if getattr(self.rollout, name)]
+        if self.deterministic and timed:
+            raise ValueError(f"`deterministic`: with `rollout.{timed[0]}` it depends on timing which samples are trained on, and when")
         return self
 
     @model_validator(mode="after")
@@ -425,6 +494,11 @@ class RlConfig(RunConfig):
                 raise ValueError("`eval.every` is set but `data.heldout` names no tasks to evaluate on")
             if self.warmup and self.warmup.compare:
                 raise ValueError("`warmup.compare` is set but `data.heldout` names no tasks to compare on")
+        if self.rollout.max_staleness > 0 and self.algo.correction is None:
+            raise ValueError(
+                f"`rollout.max_staleness` is {self.rollout.max_staleness}, so older weights sample some of the tokens: say how that is "
+                f"made up for, by `algo.correction: {{kind: truncated_is}}`, or `{{kind: none}}` to do without"
+            )
         samples = self.rollout.groups_per_step * self.rollout.group_size
         if self.algo.updates_per_step > samples:
             raise ValueError(

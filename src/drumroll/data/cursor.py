@@ -22,24 +22,28 @@ class TaskCursor:
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         if not tasks:
             raise DataError("there are no tasks to draw from.")
-        self._tasks = tasks
+        self.tasks = tasks
         self._seed = seed
         self._start_epoch(0, deferred=[])
 
     def __len__(self) -> int:
         """Tasks in an epoch."""
-        return len(self._tasks)
+        return len(self.tasks)
 
     def take(self, n: int) -> list[Task]:
         """The next `n` tasks."""
+        return [self.tasks[number] for number in self.take_numbers(n)]
+
+    def take_numbers(self, n: int) -> list[int]:
+        """The next `n` tasks, as places in `tasks`."""
         taken: list[int] = []
         while len(taken) < n:
             if self._position == len(self._order):
-                self._start_epoch(self._epoch + 1, deferred=taken if n <= len(self._tasks) else [])
+                self._start_epoch(self._epoch + 1, deferred=taken if n <= len(self.tasks) else [])
             block = self._order[self._position : self._position + n - len(taken)]
             taken += block
             self._position += len(block)
-        return [self._tasks[index] for index in taken]
+        return taken
 
     def state(self) -> dict[str, Any]:
         """Where the cursor stands, as JSON can hold it."""
@@ -62,7 +66,7 @@ class TaskCursor:
 
     def _start_epoch(self, epoch: int, deferred: list[int]) -> None:
         # The bit generator's raw stream is the same in every NumPy version, which its `permutation` is not.
-        keys = np.random.PCG64(sample_seed(self._seed, "tasks", epoch)).random_raw(len(self._tasks))
+        keys = np.random.PCG64(sample_seed(self._seed, "tasks", epoch)).random_raw(len(self.tasks))
         order = np.argsort(keys, kind="stable")
         late = np.isin(order, deferred)
         self._order: list[int] = np.concatenate([order[~late], order[late]]).tolist()
@@ -72,6 +76,6 @@ class TaskCursor:
 
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        for task in self._tasks:
+        for task in self.tasks:
             digest.update(task.id.encode() + b"\x1f")
         return digest.hexdigest()

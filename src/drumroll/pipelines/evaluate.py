@@ -8,8 +8,8 @@ from drumroll.config.models import RlConfig
 from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.keeper import Keeper
 from drumroll.record.recorder import Recorder
-from drumroll.rollout.scheduler import GroupRequest
-from drumroll.types import SampleInfo, Task
+from drumroll.rollout.source import GroupRequest
+from drumroll.types import SampleInfo, Task, Version
 
 
 class Evaluator:
@@ -27,26 +27,28 @@ class Evaluator:
         is_due = step in (0, self._cfg.max_steps) or (every > 0 and step % every == 0)
         if not self._tasks or not is_due or keeper.progress.evaluated >= step:
             return
-        results = self._run("eval", step)
+        results = self._run("eval", step, keeper.version(step))
         with keeper.turn():
             self._rec.log_evaluation(step, results)
             keeper.progress.evaluated = step
 
     def run_comparison(self, keeper: Keeper) -> None:
         """Hand the trainers' weights over, as one step more than RL has made, and evaluate them."""
-        self._fleet.push(keeper.version(self._cfg.max_steps + 1))
-        self._rec.log_evaluation(self._cfg.max_steps, self._run("comparison", self._cfg.max_steps), comparison=True)
+        step = self._cfg.max_steps
+        version = keeper.version(step + 1)
+        self._fleet.push(version)
+        self._rec.log_evaluation(step, self._run("comparison", step, version), comparison=True)
 
-    def _run(self, label: str, step: int) -> Mapping[str, Sequence[SampleInfo]]:
+    def _run(self, label: str, step: int, version: Version) -> Mapping[str, Sequence[SampleInfo]]:
         with self._rec.stage(f"evaluating on {len(self._tasks)} held-out tasks"), self._rec.phase("evaluate"):
-            return {mode: self._mode(label, step, mode) for mode in ("sampled", "greedy")}
+            return {mode: self._mode(label, step, version, mode) for mode in ("sampled", "greedy")}
 
-    def _mode(self, label: str, step: int, mode: str) -> list[SampleInfo]:
+    def _mode(self, label: str, step: int, version: Version, mode: str) -> list[SampleInfo]:
         sampling = self._cfg.rollout.sampling.resolve(**({"temperature": 0.0} if mode == "greedy" else {}))
         size = self._cfg.eval.samples_per_task if mode == "sampled" else 1
         requests = [
             GroupRequest(f"{label}/{step:06d}/{mode}/{place:05d}", task, size, ("eval", mode)) for place, task in enumerate(self._tasks)
         ]
-        rollout = self._fleet.roll_out(requests, sampling)
+        rollout = self._fleet.roll_out(requests, sampling, version)
         self._fleet.record(label, step, rollout)
         return rollout.samples

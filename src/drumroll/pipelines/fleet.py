@@ -23,15 +23,20 @@ from drumroll.cluster.session import LOCAL, Session
 from drumroll.cluster.weights import SyncReport, WeightSync
 from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig
 from drumroll.errors import DrumrollError
+from drumroll.life import Departure, Span
 from drumroll.models.prepare import prepare_model
 from drumroll.pipelines.job import RlJob, SftJob
 from drumroll.plan import Placement, Plan, make_plan
 from drumroll.plan.placement import Helper
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
-from drumroll.rollout.lease import Lease
-from drumroll.rollout.scheduler import GroupRequest, Rollout, RolloutScheduler
-from drumroll.types import SampleInfo, Sampling, Schedule, Version
+from drumroll.rollout.filters import GroupFilters
+from drumroll.rollout.lease import Lease, WorkerReport
+from drumroll.rollout.scheduler import Limits
+from drumroll.rollout.service import RolloutService
+from drumroll.rollout.source import GroupRequest, ListSource, Source
+from drumroll.rollout.stream import Policy, Rollout, Stream
+from drumroll.types import Sampling, Schedule, Version
 
 Metrics = Mapping[str, float]
 Phase = Literal["warmup", "rl", "comparison", "sft"]
@@ -57,7 +62,7 @@ class RayTransport:
     """The scheduler's way to environment workers."""
 
     environments: Cluster
-    num_engines: int
+    slots: Sequence[int]
 
     @property
     def num_workers(self) -> int:
@@ -66,9 +71,12 @@ class RayTransport:
     async def lease(self, worker: int, leases: Sequence[Lease]) -> None:
         await self.environments.call(worker, "lease", leases)
 
-    async def poll(self, worker: int, wait_s: float) -> tuple[list[SampleInfo], Ref]:
-        infos, block = self.environments.refs(worker, 2, "poll", wait_s)
-        return await infos.value(), block
+    async def abort(self, worker: int, attempts: Sequence[tuple[str, int]]) -> None:
+        await self.environments.call(worker, "abort", attempts)
+
+    async def poll(self, worker: int, wait_s: float, linger_s: float) -> tuple[WorkerReport, Ref]:
+        report, block = self.environments.refs(worker, 2, "poll", wait_s, linger_s)
+        return await report.value(), block
 
 
 class Fleet:
@@ -89,7 +97,8 @@ class Fleet:
         self.engines: Cluster
         self.environments: Cluster
         self.reference: Cluster | None = None
-        self._scheduler: RolloutScheduler
+        self._rollouts: RolloutService
+        self._training: Stream | None = None
         self._sync: WeightSync
 
     # Starting.
@@ -123,13 +132,11 @@ class Fleet:
             recorder=lambda: self._helper("recorder", LOCAL, "drumroll.workers.recorder:RecorderWorker", folder=str(self._folder.store)),
         )
         self.environments.all("connect", self.engines.handles)
-        self._arbiter.register(
-            "actor_infer", give_up=lambda ranks: self._tell_engines("pause", ranks), take=lambda ranks: self._tell_engines("resume", ranks)
-        )
-        transport = RayTransport(self.environments, self.engines.world)
-        self._scheduler = stack.enter_context(
-            RolloutScheduler(transport, seed=cfg.seed, max_attempts=cfg.rollout.max_attempts, deadline_s=cfg.rollout.deadline_s)
-        )
+        self._register_engines(background=False)
+        rollout = cfg.rollout
+        limits = Limits(rollout.deadline_s, rollout.stall_s, rollout.max_attempts)
+        transport = RayTransport(self.environments, [cfg.engine.num_slots] * self.engines.world)
+        self._rollouts = stack.enter_context(RolloutService(transport, seed=cfg.seed, limits=limits, max_in_flight=rollout.max_in_flight))
         self._sync = WeightSync(self.trainers, self.engines)
 
     def begin(self, phase: Phase) -> None:
@@ -152,15 +159,37 @@ class Fleet:
 
     # The verbs of a step.
 
-    def roll_out(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Rollout:
-        """Run groups of samples to their ends on the engines' current weights."""
+    def open_training(self, cfg: RlConfig, source: Source) -> None:
+        """Begin to draw training tasks. With a staleness above 0 the engines work from now on whenever their devices are free."""
+        if cfg.rollout.max_staleness:
+            self._register_engines(background=True)
+        self._training = self._rollouts.open(source, _training_policy(cfg))
+
+    def take_groups(self, cfg: RlConfig, version: Version) -> Rollout:
+        """The groups of the next step, for a learner at `version`."""
+        assert self._training is not None, "open_training comes first"
         with self._arbiter.grant("actor_infer"):
-            return self._scheduler.take(requests, sampling)
+            return self._rollouts.take(self._training, cfg.rollout.groups_per_step, version.step)
+
+    def close_training(self, step: int) -> None:
+        """Draw no more; what is under way is aborted."""
+        if self._training is not None:
+            self.record("train", step, self._rollouts.close(self._training))
+            self._training = None
+
+    def roll_out(self, requests: Sequence[GroupRequest], sampling: Sampling, version: Version) -> Rollout:
+        """Run exactly these groups to their ends on the engines' current weights."""
+        stream = self._rollouts.open(ListSource(requests), Policy(sampling, is_urgent=True))
+        with self._arbiter.grant("actor_infer"):
+            rollout = self._rollouts.take(stream, len(requests), version.step)
+        self._rollouts.close(stream)
+        return rollout
 
     def assemble(self, step: int, rollout: Rollout) -> StepBatch:
         """Pack, score and weigh the step's samples; tokens go from worker to worker and never come here."""
-        accepted = [sample.sample_id for sample in rollout.samples if sample.reward is not None]
-        self.assembler.on(0, "pack", accepted, *rollout.blocks)
+        assert isinstance(self._cfg, RlConfig)
+        accepted = [(sample.sample_id, sample.attempt) for sample in rollout.samples if sample.reward is not None]
+        self.assembler.on(0, "pack", accepted, step - 1, self._cfg.rollout.max_staleness, *rollout.blocks)
         ref_logp = self._score("reference", self.reference) if self.reference is not None else None
         old_logp = self._score("actor_train", self.trainers) if self._several_updates else None
         report, *shards = self.assembler.refs(0, 1 + self.trainers.world, "finish", step, ref_logp, old_logp)
@@ -177,7 +206,7 @@ class Fleet:
     def push(self, version: Version) -> SyncReport:
         """Hand the trainers' weights over to every engine, checked and acknowledged."""
         with self._arbiter.grant("actor_train"):
-            return self._sync.push(version)
+            return self._sync.push(version, cache=self._cfg.rollout.cache_on_update if isinstance(self._cfg, RlConfig) else "recompute")
 
     def digest(self) -> str:
         """Of the trainers' weights; equal to that of a push of the same weights."""
@@ -200,8 +229,14 @@ class Fleet:
         return sum(total for total, _ in parts) / num_tokens if num_tokens else None
 
     def record(self, phase: str, step: int, rollout: Rollout) -> None:
-        """Write a rollout's trajectories into the store, while other work goes on."""
-        self._write("add", phase, step, *rollout.blocks)
+        """Write every sample that has left into the store, while other work goes on."""
+        if rollout.departures:
+            self._write("add", phase, step, rollout.departures, *rollout.departed_blocks)
+
+    def record_spans(self, spans: Sequence[Span]) -> None:
+        """Write what the controller and the trainers did when, for the timeline."""
+        if isinstance(self._cfg, RlConfig) and spans:
+            self._write("add_spans", spans)
 
     def export(self, folder: Path) -> None:
         """Write the trainers' weights as a Hugging Face folder of the run, in place of an earlier one."""
@@ -233,11 +268,21 @@ class Fleet:
             self.recorder.on(0, "supersede", mark)
 
     def finish(self, deadline_s: float = DEADLINE_S) -> None:
-        """Wait for everything that is still being written, then close the store."""
+        """End all rollouts, wait for everything that is still being written, then close the store."""
+        if isinstance(self._cfg, RlConfig):
+            self._record_leftovers(self._rollouts.stop())
         if self._unwritten:
             self._unwritten[-1].fetch(deadline_s)
         if isinstance(self._cfg, RlConfig):
             self.recorder.all("close", deadline_s=deadline_s)
+
+    def _record_leftovers(self, rollout: Rollout) -> None:
+        """Samples that belong to no step any more, by the phase that their names begin with."""
+        by_phase: dict[str, list[Departure]] = {}
+        for departure in rollout.departures:
+            by_phase.setdefault(departure.sample_id.partition("/")[0], []).append(departure)
+        for phase, departures in by_phase.items():
+            self._write("add", phase, -1, departures, *rollout.departed_blocks)
 
     def _write(self, method: str, *args: Any) -> Ref:
         """The recorder's next call, after all before it. At most a few are under way, so that one that fails is soon noticed."""
@@ -279,6 +324,8 @@ class Fleet:
             "rewards": [reward.model_dump(mode="json") for reward in cfg.rewards],
             "max_turns": cfg.rollout.max_turns,
             "max_tokens": self._max_tokens(cfg),
+            "env_deadline_s": cfg.rollout.env_deadline_s,
+            "reward_deadline_s": cfg.rollout.reward_deadline_s,
             "trust_remote_code": cfg.model.trust_remote_code,
         }
         placements = self._plan.workers("environment")
@@ -323,6 +370,14 @@ class Fleet:
         assert cfg.warmup is not None
         return cfg.warmup.resolve_schedule(cfg.warmup.steps)
 
+    def _register_engines(self, *, background: bool) -> None:
+        self._arbiter.register(
+            "actor_infer",
+            give_up=lambda ranks: self._tell_engines("pause", ranks),
+            take=lambda ranks: self._tell_engines("resume", ranks),
+            background=background,
+        )
+
     def _tell_engines(self, method: str, ranks: Sequence[int]) -> None:
         for future in [self.engines.submit(rank, method) for rank in ranks]:
             future.result(timeout=self.engines.deadline_s)
@@ -344,6 +399,21 @@ class Fleet:
         facts = json.loads((self._model_folder / "config.json").read_text())
         limits = [cfg.rollout.max_tokens, cfg.engine.context_tokens, facts.get("max_position_embeddings")]
         return min(int(limit) for limit in limits if limit is not None)
+
+
+def _training_policy(cfg: RlConfig) -> Policy:
+    rollout = cfg.rollout
+    return Policy(
+        sampling=rollout.sampling.resolve(),
+        max_staleness=rollout.max_staleness,
+        min_group_size=rollout.smallest_group,
+        extra_groups=rollout.extra_groups,
+        extra_samples=rollout.extra_samples,
+        tail_batching=rollout.tail_batching,
+        filters=GroupFilters(rollout.filters) if rollout.filters else None,
+        max_rejected=rollout.rejection_cap,
+        max_failed=rollout.groups_per_step - 1,
+    )
 
 
 @contextmanager

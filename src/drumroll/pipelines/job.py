@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -30,6 +30,8 @@ class RlJob:
     cursor: TaskCursor
     heldout: Sequence[Task]
     roles: tuple[Role, ...]
+    notes: tuple[str, ...] = ()
+    """What the user may not expect."""
 
     def describe(self) -> str:
         roles = ", ".join(self.roles)
@@ -43,6 +45,7 @@ class SftJob:
     cfg: SftRunConfig
     num_demonstrations: int
     roles: tuple[Role, ...] = ("actor_train",)
+    notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
         return f"{self.num_demonstrations} demonstrations, {self.cfg.sft.steps} updates"
@@ -54,8 +57,18 @@ def prepare(cfg: RunConfig) -> RlJob | SftJob:
     check_model(cfg.model)
     job = _prepare_rl(cfg) if isinstance(cfg, RlConfig) else _prepare_sft(cast(SftRunConfig, cfg))
     if cfg.ray.address is None:
-        make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles)
+        plan = make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles)
+        job = replace(job, notes=_notes(cfg, plan))
     return job
+
+
+def _notes(cfg: RunConfig, plan: Plan) -> tuple[str, ...]:
+    if isinstance(cfg, RlConfig) and cfg.rollout.max_staleness and plan.relation("actor_infer", "actor_train") == "colocated":
+        return (
+            f"`rollout.max_staleness` is {cfg.rollout.max_staleness}, but engines and trainers share all their devices: they take turns "
+            f"there, and what carries over from step to step is unfinished samples alone. `devices` can keep them apart.",
+        )
+    return ()
 
 
 def plan_for(cfg: RunConfig, pool: str | None = None) -> tuple[Plan, Pool]:

@@ -96,7 +96,7 @@ class Incarnation:
 class Keeper:
     """A context manager around the work of a run.
 
-        with Keeper(job.cfg, folder, life, fleet, rec, Progress("rl"), {"cursor": job.cursor}) as keeper:
+        with Keeper(job.cfg, folder, life, fleet, rec, Progress("rl"), {"source": source}) as keeper:
             with keeper.turn():                # the parts change, together
                 fleet.train(batch)
                 keeper.progress.step += 1

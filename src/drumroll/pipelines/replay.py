@@ -29,7 +29,7 @@ from drumroll.record.files import read_lines
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import mean_of_updates
 from drumroll.record.store import Bounds, Filter, Reader
-from drumroll.rollout.scheduler import Rollout
+from drumroll.rollout.stream import Rollout
 from drumroll.types import Group, SampleInfo
 
 _STEP = re.compile(r"step-(\d+)")
@@ -83,7 +83,7 @@ def _before(checkpoints: CheckpointStore, step: int) -> tuple[Checkpoint, int]:
 
 
 def _again(step: int, recorded: Mapping[str, Any], fleet: Fleet, reader: Reader) -> Replayed:
-    rows = reader.query(Filter(phase="train", step=Bounds.at(step)))
+    rows = reader.query(Filter(phase="train", step=Bounds.at(step), state="consumed"))
     block = [reader.load(row.sample_id) for row in rows]
     rollout = Rollout((Group(f"step {step}", tuple(map(SampleInfo.of, block))),), (block,))
     batch = fleet.assemble(step, rollout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drumroll.config.models import RlConfig
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.fleet import Fleet, launch
 from drumroll.pipelines.job import RlJob
@@ -9,32 +10,35 @@ from drumroll.pipelines.keeper import Incarnation, Keeper, Progress
 from drumroll.pipelines.sft import compare, warm_up
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import MAX_NONFINITE, Recorder
-from drumroll.rollout.scheduler import GroupRequest
+from drumroll.rollout.source import TaskSource
 
 
 def run(job: RlJob, folder: RunFolder, life: Incarnation) -> None:
     """Warm up, train for `max_steps`, compare: each phase from where the run stands."""
     cfg = job.cfg
     progress = Progress("warmup" if cfg.warmup else "rl")
+    source = TaskSource(job.cursor, cfg.rollout.groups_per_step, cfg.rollout.group_size, attempt=lambda: progress.rollbacks)
     with (
         Recorder(cfg, folder) as rec,
         launch(job, folder, rec) as fleet,
-        Keeper(cfg, folder, life, fleet, rec, progress, {"cursor": job.cursor}) as keeper,
+        Keeper(cfg, folder, life, fleet, rec, progress, {"source": source}) as keeper,
     ):
         evaluator = Evaluator(cfg, job.heldout, fleet, rec)
         if progress.phase == "warmup":
             assert cfg.warmup is not None
             warm_up(cfg.warmup, fleet, rec, keeper)
         if progress.phase == "rl":
-            reinforce(job, folder, fleet, rec, keeper, evaluator)
+            reinforce(cfg, source, folder, fleet, rec, keeper, evaluator)
         if progress.phase == "comparison":
             assert cfg.warmup is not None
             compare(cfg.warmup, fleet, rec, keeper, evaluator)
 
 
-def reinforce(job: RlJob, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluator: Evaluator) -> None:
+def reinforce(
+    cfg: RlConfig, source: TaskSource, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluator: Evaluator
+) -> None:
     """Steps until `max_steps`, with an evaluation before the first, after the last, and in between."""
-    cfg, progress = job.cfg, keeper.progress
+    progress = keeper.progress
     if not progress.begun:
         with keeper.turn():
             fleet.begin("rl")
@@ -44,13 +48,17 @@ def reinforce(job: RlJob, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper
     fleet.start_reference(cfg)
     fleet.push(keeper.version(progress.step))
     evaluator.run_if_due(keeper)
+    fleet.open_training(cfg, source)
     while progress.step < cfg.max_steps:
-        take_step(job, fleet, rec, keeper)
+        take_step(cfg, fleet, rec, keeper)
         if rec.num_nonfinite >= MAX_NONFINITE:
+            fleet.close_training(progress.step)
             keeper.roll_back(f"the losses or gradients of {rec.num_nonfinite} updates in a row were not finite")
             fleet.push(keeper.version(progress.step))
+            fleet.open_training(cfg, source)
         evaluator.run_if_due(keeper)
         keeper.save_if_due()
+    fleet.close_training(progress.step)
     fleet.export(folder.final_model)
     if cfg.warmup and cfg.warmup.compare:
         with keeper.turn():
@@ -58,11 +66,11 @@ def reinforce(job: RlJob, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper
         keeper.save_if_due()
 
 
-def take_step(job: RlJob, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:
-    """One step waits for its slowest sample, then for its updates."""
-    cfg, step = job.cfg, keeper.progress.step + 1
-    with rec.phase("rollout"):
-        rollout = fleet.roll_out(next_groups(job, step, keeper.progress.rollbacks), cfg.rollout.sampling.resolve())
+def take_step(cfg: RlConfig, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:
+    """One step waits for enough groups that are fresh enough, then for its updates."""
+    step = keeper.progress.step + 1
+    with rec.phase("rollout"):  # never staler than `rollout.max_staleness`
+        rollout = fleet.take_groups(cfg, keeper.version(step - 1))
     with rec.phase("score"):  # packing, reference log-probabilities, advantages
         batch = fleet.assemble(step, rollout)
     with keeper.turn():
@@ -71,14 +79,6 @@ def take_step(job: RlJob, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:
         with rec.phase("sync"):
             sync = fleet.push(keeper.version(step))
         fleet.record("train", step, rollout)
+        fleet.record_spans(rec.take_spans(step))
         rec.log_step(step, rollout.samples, {**rollout.report, **batch.report, **sync.metrics}, updates, sync.digest)
         keeper.progress.step = step
-
-
-def next_groups(job: RlJob, step: int, rollbacks: int) -> list[GroupRequest]:
-    """The tasks of one step, each to be attempted `group_size` times."""
-    rollout = job.cfg.rollout
-    tasks = job.cursor.take(rollout.groups_per_step)
-    ids = [f"train/{step:06d}/{place:04d}" for place in range(len(tasks))]
-    attempt = (f"attempt-{rollbacks}",) if rollbacks else ()
-    return [GroupRequest(group_id, task, rollout.group_size, (group_id, *attempt)) for group_id, task in zip(ids, tasks, strict=True)]

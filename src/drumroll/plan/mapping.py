@@ -35,6 +35,8 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
     - `actor_train`: all GPUs of one kind, the one with the most memory in all: ranks that compute together are as slow as the
       slowest. In a pool of one kind, training and inference so take turns on every GPU and none is idle. Of CPU slots the first
       alone: for models that CPUs can train, ranks wait for each other longer than they compute;
+      With a `rollout.max_staleness` above 0 both work at the same time, and so on devices of their own where there are two or
+      more: trainers on the first half of the GPUs or the first CPU slot, engines on the others;
     - `reference` and `critic`: the devices of `actor_train`;
     - `environment` and `reward`: host processors, workers dealt out over the nodes.
 
@@ -72,7 +74,7 @@ def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
         trainer = config.parallel["actor_train"].tp if "actor_train" in config.parallel else 1
         beside = _selection("actor_train", config, pool, trainer)
         return Selection(_whole_instances(role, beside.devices, tp)) if beside.devices else beside
-    devices = _whole_instances(role, _accelerators(config, pool), tp)
+    devices = _whole_instances(role, _share(role, _accelerators(config, pool), config), tp)
     if role == "actor_train":
         devices = _one_kind(devices, pool)
         devices = devices if devices[0].kind == "gpu" else devices[:tp]
@@ -83,6 +85,14 @@ def _accelerators(config: RunConfig, pool: Pool) -> tuple[Device, ...]:
     """The devices that are used unasked."""
     limited = config.ray.cpu_slots is None
     return tuple(device for device in pool.candidates({}) if device.kind == "gpu" or not limited or device.local < AUTO_CPU_SLOTS)
+
+
+def _share(role: Role, devices: tuple[Device, ...], config: RunConfig) -> tuple[Device, ...]:
+    """All of them, or the role's part where trainers and engines work at the same time."""
+    if not isinstance(config, RlConfig) or config.rollout.max_staleness == 0 or len(devices) < 2:
+        return devices
+    border = len(devices) // 2 if devices[0].kind == "gpu" else 1
+    return devices[:border] if role == "actor_train" else devices[border:]
 
 
 def _one_kind(devices: Sequence[Device], pool: Pool) -> tuple[Device, ...]:

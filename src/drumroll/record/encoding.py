@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import msgpack
@@ -19,25 +19,32 @@ import numpy as np
 from drumroll.errors import RunFolderError
 from drumroll.types import Sampling, Task, Trajectory, Turn
 
-FORMAT = 1
-"""Version of the msgpack layout; a payload with a larger one is refused."""
+FORMAT = 2
+"""Version of the msgpack layout; a payload with a larger one is refused. 1 had `timings`, which are left out when it is read."""
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
 _TUPLE, _ARRAY, _BIG_INT = 1, 2, 3
 _REPR_CHARACTERS = 200
 
 
+_STORED = tuple(f.name for f in fields(Trajectory) if f.name != "life")
+_TASK = tuple(f.name for f in fields(Task))
+_SAMPLING = tuple(f.name for f in fields(Sampling))
+
+
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """The whole trajectory as msgpack."""
-    values = {f.name: getattr(trajectory, f.name) for f in fields(Trajectory)}
-    task = {f.name: getattr(trajectory.task, f.name) for f in fields(Task)}
-    turns = [(turn.author, turn.start, turn.end, turn.text) for turn in trajectory.turns]
-    return _pack({"format": FORMAT, **values, "task": task, "turns": turns, "sampling": asdict(trajectory.sampling)})
+    """The trajectory as msgpack, without its life: the store has that in the sample's row."""
+    values = {name: getattr(trajectory, name) for name in _STORED}
+    task = {name: getattr(trajectory.task, name) for name in _TASK}
+    turns = [[turn.author, turn.start, turn.end, turn.text] for turn in trajectory.turns]  # packed much faster than tuples
+    sampling = {name: getattr(trajectory.sampling, name) for name in _SAMPLING}
+    return _pack({"format": FORMAT, **values, "task": task, "turns": turns, "sampling": sampling})
 
 
 def decode_trajectory(payload: bytes) -> Trajectory:
-    """The trajectory that `encode_trajectory` was given."""
+    """The trajectory that `encode_trajectory` was given, without its life."""
     values = _unpack(payload)
-    found = values.pop("format")
+    found = values["format"]
     if found > FORMAT:
         raise RunFolderError(
             f"trajectory payload has format {found}, this drumroll reads up to {FORMAT}: upgrade drumroll to read this run."
@@ -45,12 +52,13 @@ def decode_trajectory(payload: bytes) -> Trajectory:
     values["task"] = Task(**values["task"])
     values["turns"] = tuple(Turn(*turn) for turn in values["turns"])
     values["sampling"] = Sampling(**values["sampling"])
-    return Trajectory(**values)
+    return Trajectory(**{name: values[name] for name in _STORED if name in values})
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON: numbers that JSON lacks become the strings "NaN", "Infinity" and "-Infinity", which `float` reads back."""
-    return json.dumps(_jsonable(value), allow_nan=False, indent=indent)
+    encoder = _ENCODER if indent is None else json.JSONEncoder(allow_nan=False, indent=indent)
+    return encoder.encode(_jsonable(value))
 
 
 def _jsonable(value: Any) -> Any:
@@ -59,7 +67,7 @@ def _jsonable(value: Any) -> Any:
             return value
         case float():
             return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        case Mapping():
+        case dict() | Mapping():
             return {str(key): _jsonable(item) for key, item in value.items()}
         case list() | tuple():
             return [_jsonable(item) for item in value]
@@ -85,7 +93,7 @@ def _extension(value: Any) -> Any:
             return msgpack.ExtType(_TUPLE, _pack(list(value)))
         case np.ndarray() | np.generic() if value.dtype.kind in "biufcMm":
             array = np.asarray(value)
-            return msgpack.ExtType(_ARRAY, _pack([array.dtype.str, list(array.shape), array.tobytes()]))
+            return msgpack.ExtType(_ARRAY, msgpack.packb([array.dtype.str, array.shape, array.tobytes()]))
         case np.ndarray():
             return value.tolist()
         case int() if not -(2**63) <= value < 2**64:

@@ -1,4 +1,4 @@
-"""Where a run's time goes: seconds by phase, of each step and in total."""
+"""Where a run's time goes: seconds by phase, of each step and in total, and when each phase began and ended."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class PhaseTimer:
         self._start = self._charged_until = clock()
         self._totals: dict[str, float] = defaultdict(float)
         self._step: dict[str, float] = defaultdict(float)
+        self._spans: list[tuple[str, float, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -28,9 +29,11 @@ class PhaseTimer:
         self._charge()
         self._open.append(name)
         self._on_change(name)
+        began = time.time()
         try:
             yield
         finally:
+            self._spans.append((name, began, time.time()))
             self._charge()
             self._open.pop()
             self._on_change(self._open[-1] if self._open else "")
@@ -40,6 +43,11 @@ class PhaseTimer:
         self._charge()
         taken, self._step = self._step, defaultdict(float)
         return {f"time/{name}_s": seconds for name, seconds in taken.items()}
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """Name, begin and end, in seconds since the epoch, of every phase that has ended since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase since the beginning, and `total`: all seconds, those between phases included."""

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from drumroll.config.models import RlConfig, RunConfig
 from drumroll.errors import RolloutError
+from drumroll.life import Span
 from drumroll.record.curve import draw_curve
 from drumroll.record.folder import RunFolder
 from drumroll.record.live import LiveView
@@ -26,6 +27,9 @@ from drumroll.types import SampleInfo
 
 MAX_IDLE_STEPS = 10
 """Steps in a row without anything to learn from, after which a run stops."""
+
+TRAINING = frozenset({"score", "update", "sync", "warmup", "comparison"})
+"""Phases in which the trainers work."""
 
 MAX_NONFINITE = 3
 """Updates in a row with a loss or gradient that is not finite, after which a run goes back or stops."""
@@ -69,6 +73,7 @@ class Recorder:
         self._timer = PhaseTimer(on_change=self._view.phase)
         self._exit = ExitStack()
         self._idle_steps = 0
+        self._is_asynchronous = isinstance(cfg, RlConfig) and cfg.rollout.max_staleness > 0
         self._pulled = isinstance(cfg, RlConfig) and cfg.algo.kl is not None
         """Whether a reference gives every token a gradient, also where rewards say nothing."""
         self._scores: dict[EvalStage, Scores] = {}
@@ -89,6 +94,11 @@ class Recorder:
         """Charge the block's time to a phase."""
         return self._timer.phase(name)
 
+    def take_spans(self, step: int) -> list[Span]:
+        """When each phase since the last call began and ended, and who worked in it."""
+        spans = self._timer.take_spans()
+        return [Span("actor_train" if name in TRAINING else "controller", name, step, start, end) for name, start, end in spans]
+
     @contextmanager
     def stage(self, text: str, total: int | None = None) -> Iterator[None]:
         """Show that something other than a step of RL goes on; its time belongs to no step."""
@@ -106,19 +116,23 @@ class Recorder:
     ) -> None:
         """One step of RL: its samples, its batch, the mean over its updates, its time, and the digest of the weights it led to."""
         times = self._timer.take()
-        new_tokens = sum(sample.num_new_tokens for sample in samples)
+        wasted_tokens = int(batch.get("rollout/wasted_tokens", 0.0))
+        new_tokens = sum(sample.num_new_tokens for sample in samples) + wasted_tokens
+        training_s = sum(times.get(f"time/{name}_s", 0.0) for name in TRAINING)
+        generating_s = sum(times.values()) if self._is_asynchronous else times.get("time/rollout_s", 0.0)
         metrics = {
             **sample_metrics(samples),
-            TOKENS_PER_S: new_tokens / max(1e-9, times.get("time/rollout_s", 0.0)),
+            TOKENS_PER_S: new_tokens / max(1e-9, generating_s),
             **batch,
             **mean_of_updates(updates),
             **times,
+            "utilisation/actor_train": training_s / max(1e-9, sum(times.values())),
         }
         self._metrics.log(step, metrics, weights=weights)
         self._view.step(step, metrics)
         self._last_step = step
         self.compute.generated += new_tokens
-        self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples)
+        self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples) + wasted_tokens
         self.compute.forwarded += int(batch.get("batch/num_scored_tokens", 0.0))
         self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in updates))
         self._watch_numbers(f"step {step}", updates, [sample.sample_id for sample in samples])

@@ -148,6 +148,7 @@ def _cost_line(summary: Summary) -> Text:
 def _first_attempts(reader: Reader, step: int) -> dict[str, SampleRow]:
     """By task: the first attempt at the training temperature, or the first of all where only greedy ones were made."""
     first: dict[str, SampleRow] = {}
-    for row in sorted(reader.query(Filter(phase="eval", step=Bounds.at(step))), key=lambda row: (row.temperature == 0.0, row.sample_id)):
+    rows = reader.query(Filter(phase="eval", step=Bounds.at(step), state="consumed"))
+    for row in sorted(rows, key=lambda row: (row.temperature == 0.0, row.sample_id)):
         first.setdefault(row.task_id, row)
     return first

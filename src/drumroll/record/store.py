@@ -1,4 +1,4 @@
-"""The trajectory store: one SQLite row per sample, and the samples' payloads in append-only segment files.
+"""The trajectory store: one SQLite row per sample that has left the ledger, and payloads in append-only segment files.
 
     recorder process                      any other process, at any time
       Writer.add ──► segment-000000.seg ◄── Reader.load(sample_id)
@@ -6,7 +6,8 @@
 
 A batch's payloads are on disk before the transaction that names them commits, so a row that can be seen can be loaded.
 A record is its length and CRC-32 (little-endian, 4 bytes each) and then the payload of `record.encoding`: a tail that a
-crash tore off is recognised. Readers take no lock that the writer waits for.
+crash tore off is recognised. Every batch begins with an empty record, which is the place of its samples without payload: those
+whose worker was lost, or that were never leased. Readers take no lock that the writer waits for.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ import sqlite3
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from drumroll.errors import RunFolderError, UserError
+from drumroll.life import Departure, Span
 from drumroll.record.encoding import decode_trajectory, encode_trajectory, to_json
 from drumroll.record.files import take_lock
-from drumroll.types import SampleInfo, Trajectory
+from drumroll.types import Trajectory
 
-SCHEMA = 2
-"""Version of the tables and the record layout; a store with a larger one is refused. 2 added `superseded`."""
+SCHEMA = 3
+"""Version of the tables and the record layout; a store with a larger one is refused. 2 added `superseded`; 3 added the samples'
+lives, those that were not consumed, and the spans of roles."""
 
 SEGMENT_BYTES = 64 * 2**20
 """A segment that has grown past this is followed by a new one."""
@@ -40,19 +43,20 @@ SEGMENT_BYTES = 64 * 2**20
 _HEADER = struct.Struct("<II")
 _INDEX = "index.sqlite"
 _REPLY_CHARACTERS = 200
-_TABLE = """
+_TABLES = """
 CREATE TABLE samples (
     sample_id TEXT PRIMARY KEY, phase TEXT NOT NULL, step INTEGER NOT NULL, group_id TEXT NOT NULL, task_id TEXT NOT NULL,
-    domain TEXT NOT NULL, reward REAL, success INTEGER, stop_reason TEXT NOT NULL, num_prompt_tokens INTEGER NOT NULL,
-    num_new_tokens INTEGER NOT NULL, oldest_version INTEGER NOT NULL, temperature REAL NOT NULL, seed INTEGER NOT NULL,
-    reward_parts TEXT NOT NULL, metrics TEXT NOT NULL, timings TEXT NOT NULL, error TEXT NOT NULL, reply TEXT NOT NULL,
-    segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, time REAL NOT NULL,
-    superseded INTEGER NOT NULL DEFAULT 0
+    domain TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, attempt INTEGER NOT NULL, life BLOB NOT NULL, reward REAL,
+    success INTEGER, stop_reason TEXT NOT NULL, num_prompt_tokens INTEGER NOT NULL, num_new_tokens INTEGER NOT NULL,
+    oldest_version INTEGER NOT NULL, temperature REAL, seed INTEGER, reward_parts TEXT NOT NULL, metrics TEXT NOT NULL,
+    error TEXT NOT NULL, reply TEXT NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    time REAL NOT NULL, superseded INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX samples_by_step ON samples (phase, step);
+CREATE TABLE spans (role TEXT NOT NULL, name TEXT NOT NULL, step INTEGER NOT NULL, start REAL NOT NULL, "end" REAL NOT NULL);
 """
-_TO_SCHEMA_2 = "ALTER TABLE samples ADD COLUMN superseded INTEGER NOT NULL DEFAULT 0;"
-_SCHEMA_1_SEEN_AS_2 = "CREATE TEMP VIEW samples AS SELECT rowid, *, 0 AS superseded FROM main.samples"
+_LATER_COLUMNS = {"superseded": (2, "0"), "state": (3, "'consumed'"), "reason": (3, "''"), "attempt": (3, "0"), "life": (3, "x''")}
+"""The schema that brought a column, and the column's value in stores of earlier ones."""
 _MARK_BITS = 40
 """A mark is a segment's number and, in this many lower bits, a place in it."""
 
@@ -78,27 +82,52 @@ class SampleRow:
     group_id: str
     task_id: str
     domain: str
+    state: str
+    """How its life ended: consumed, filtered, aborted or failed."""
+    reason: str
+    """Why it was not consumed."""
+    attempt: int
+    """The lease whose result counts; -1 when it was never leased."""
+    life: bytes
+    """Its stamps (see `drumroll.life`)."""
     reward: float | None
     success: bool | None
     stop_reason: str
     num_prompt_tokens: int
+    """0 without payload, as `num_new_tokens`."""
     num_new_tokens: int
     oldest_version: int
-    temperature: float
-    seed: int
+    temperature: float | None
+    """None without payload, as `seed`."""
+    seed: int | None
     reward_parts: Mapping[str, float]
     metrics: Mapping[str, float]
-    timings: Mapping[str, float]
     error: str
     reply: str
     """Beginning of the policy's last turn."""
     segment: int
     offset: int
     length: int
+    """Of its payload; 0 when it has none."""
     time: float
     """Seconds since the epoch when it was written."""
     superseded: bool = False
     """Whether the run was taken back to before this sample, which a later one with its name has not replaced."""
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether the store holds its text and tokens."""
+        return self.length > 0
+
+
+class SampleLife(NamedTuple):
+    """What a timeline needs of a sample."""
+
+    sample_id: str
+    task_id: str
+    state: str
+    reward: float | None
+    life: bytes
 
 
 _COLUMNS = tuple(f.name for f in fields(SampleRow))
@@ -151,6 +180,7 @@ class Filter:
     step: Bounds | None = None
     reward: Bounds | None = None
     domain: str | None = None
+    state: str | None = None
     stop_reason: str | None = None
     success: bool | None = None
     task_id: str | None = None
@@ -167,7 +197,7 @@ class Filter:
                 case Bounds() as bounds:
                     conditions += bounds.conditions(f.name)
                 case value:
-                    conditions.append((f"{f.name} = ?", _storable(value)))
+                    conditions.append((f"{f.name} = ?", _text(value) if isinstance(value, str) else value))
         return " AND ".join(text for text, _ in conditions) or "TRUE", [value for _, value in conditions]
 
 
@@ -191,17 +221,31 @@ class Writer:
         self._number = max((int(path.stem.removeprefix("segment-")) for path in folder.glob("segment-*.seg")), default=-1)
         self._open_next_segment()
 
-    def add(self, trajectories: Sequence[Trajectory], phase: str, step: int) -> None:
-        """Write a batch in one transaction; samples that are there already are replaced."""
-        payloads = [encode_trajectory(trajectory) for trajectory in trajectories]
-        start = offset = self._segment.tell()
+    def add(self, phase: str, step: int, departures: Sequence[Departure], trajectories: Iterable[Trajectory] = ()) -> None:
+        """Write a row for each departure, in one transaction; samples that are there already are replaced.
+
+        The trajectory of the attempt that counts gives a row its payload and figures. Others are ignored: they are attempts that
+        were given up, or of samples that have not left yet."""
+        if not departures:
+            return
+        results = {(trajectory.sample_id, trajectory.attempt): trajectory for trajectory in trajectories}
+        start = self._segment.tell()
+        now = time.time()
+        records = [_record(b"")]
+        empty = (self._number, start, 0, now, 0)
+        offset = start + len(records[0])
         rows = []
-        for trajectory, payload in zip(trajectories, payloads, strict=True):
-            rows.append(_row(trajectory, phase, step, self._number, offset, len(payload)))
-            offset += _HEADER.size + len(payload)
+        for departure in departures:
+            trajectory = results.get((departure.sample_id, departure.attempt)) if results else None
+            if trajectory is None:
+                rows.append(_row(phase, step, departure) + _no_figures(departure) + empty)
+                continue
+            records.append(_record(encode_trajectory(trajectory)))
+            place = (self._number, offset, len(records[-1]) - _HEADER.size, now, 0)
+            rows.append(_row(phase, step, departure) + _figures(trajectory) + place)
+            offset += len(records[-1])
         try:
-            for payload in payloads:
-                self._segment.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+            self._segment.write(b"".join(records))
             self._segment.flush()
             os.fsync(self._segment.fileno())
             with self._db:
@@ -212,6 +256,11 @@ class Writer:
         if offset >= self._segment_bytes:
             self._segment.close()
             self._open_next_segment()
+
+    def add_spans(self, spans: Sequence[Span]) -> None:
+        """Write what roles did, and when. Going back to a checkpoint leaves it as it is: the time was spent."""
+        with self._db:
+            self._db.executemany("INSERT INTO spans VALUES (?, ?, ?, ?, ?)", spans)
 
     def mark(self) -> int:
         """The place that the store has grown to, for `supersede`; everything before it is safe on disk."""
@@ -241,7 +290,8 @@ class Writer:
         self._db.execute("PRAGMA synchronous = NORMAL")
         found = _schema_version(self._db, self._folder)
         if found < SCHEMA:
-            self._db.executescript(f"BEGIN; {_TO_SCHEMA_2 if found else _TABLE} PRAGMA user_version = {SCHEMA}; COMMIT;")
+            change = _upgrade(found) if found else _TABLES
+            self._db.executescript(f"BEGIN; {change} PRAGMA user_version = {SCHEMA}; COMMIT;")
 
     def _open_next_segment(self) -> None:
         self._number += 1
@@ -275,8 +325,9 @@ class Reader:
             found = _schema_version(self._db, folder)
             if found == 0:
                 raise RunFolderError(f"'{folder}' has no trajectories yet: its writer has only just started.")
-            if found == 1:
-                self._db.execute(_SCHEMA_1_SEEN_AS_2)
+            if found < SCHEMA:
+                self._db.execute(f"CREATE TEMP VIEW samples AS {_as_of_now(found, 'main.samples')}")
+                self._db.execute('CREATE TEMP TABLE spans (role, name, step, start, "end")')
 
     def query(self, where: Filter = Filter(), order: Order = "oldest", limit: int | None = None) -> list[SampleRow]:  # noqa: B008 - frozen
         """The samples that a filter lets through."""
@@ -292,16 +343,27 @@ class Reader:
     def row(self, sample_id: str) -> SampleRow:
         """One sample's row, or an error that names samples like it."""
         sql = f"SELECT {', '.join(_COLUMNS)} FROM samples WHERE sample_id = ?"
-        columns = self._db.execute(sql, [_storable(sample_id)]).fetchone()
+        columns = self._db.execute(sql, [_text(sample_id)]).fetchone()
         if columns is None:
-            like = self._db.execute("SELECT sample_id FROM samples WHERE instr(sample_id, ?) LIMIT 3", [_storable(sample_id)]).fetchall()
+            like = self._db.execute("SELECT sample_id FROM samples WHERE instr(sample_id, ?) LIMIT 3", [_text(sample_id)]).fetchall()
             hint = f" Samples with that in their name: {', '.join(name for (name,) in like)}." if like else ""
             raise RunFolderError(f"no sample '{sample_id}' in '{self._folder}'.{hint} `drumroll show RUN` lists them.")
         return _from_columns(columns)
 
+    def lives(self) -> Iterator[SampleLife]:
+        """Every sample's life, superseded ones included, in the order in which they left. One at a time is in memory."""
+        sql = f"SELECT {', '.join(SampleLife._fields)} FROM samples ORDER BY rowid"
+        return map(SampleLife._make, self._db.execute(sql))
+
+    def spans(self) -> list[Span]:
+        """What roles did, in the order in which it began."""
+        return [Span(*columns) for columns in self._db.execute("SELECT * FROM spans ORDER BY start, rowid").fetchall()]
+
     def load(self, sample_id: str) -> Trajectory:
-        """The whole trajectory, exactly as it was recorded."""
+        """The whole trajectory, exactly as it was recorded, with the whole life of its sample."""
         row = self.row(sample_id)
+        if not row.has_payload:
+            raise RunFolderError(f"'{sample_id}' has no text and tokens: {why_no_payload(row)}. `drumroll show RUN SAMPLE` shows its life.")
         path = _segment_file(self._folder, row.segment)
         try:
             with path.open("rb") as file:
@@ -315,7 +377,7 @@ class Reader:
                 f"'{path}': the record of '{sample_id}' at byte {row.offset} is torn or damaged "
                 f"({len(payload)} of {row.length} bytes are there). Its figures are still in the index; its text and tokens are lost."
             )
-        return decode_trajectory(payload)
+        return replace(decode_trajectory(payload), life=row.life)
 
     def close(self) -> None:
         self._db.close()
@@ -352,47 +414,77 @@ def _schema_version(db: sqlite3.Connection, folder: Path) -> int:
     return int(found)
 
 
-def _row(trajectory: Trajectory, phase: str, step: int, segment: int, offset: int, length: int) -> tuple[Any, ...]:
-    info = SampleInfo.of(trajectory)
-    row = SampleRow(
-        sample_id=info.sample_id,
-        phase=phase,
-        step=step,
-        group_id=info.group_id,
-        task_id=info.task_id,
-        domain=info.domain,
-        reward=None if info.reward is None else float(info.reward),
-        success=None if info.success is None else bool(info.success),
-        stop_reason=info.stop_reason,
-        num_prompt_tokens=info.num_prompt_tokens,
-        num_new_tokens=info.num_new_tokens,
-        oldest_version=info.oldest_version,
-        temperature=float(trajectory.sampling.temperature),
-        seed=int(trajectory.seed),
-        reward_parts=info.reward_parts,
-        metrics=info.metrics,
-        timings=info.timings,
-        error=info.error,
-        reply=trajectory.last_reply[:_REPLY_CHARACTERS],
-        segment=segment,
-        offset=offset,
-        length=length,
-        time=time.time(),
+def _as_of_now(found: int, table: str) -> str:
+    """A query that gives a table of an earlier schema the columns of this one."""
+    columns = []
+    for name in _COLUMNS:
+        since, value = _LATER_COLUMNS.get(name, (1, ""))
+        columns.append(name if since <= found else f"{value} AS {name}")
+    return f"SELECT rowid, {', '.join(columns)} FROM {table}"
+
+
+def _upgrade(found: int) -> str:
+    """What makes a store of an earlier schema one of this."""
+    return (
+        f"ALTER TABLE samples RENAME TO earlier; DROP INDEX samples_by_step; {_TABLES} "
+        f"INSERT INTO samples (rowid, {', '.join(_COLUMNS)}) {_as_of_now(found, 'earlier')}; DROP TABLE earlier;"
     )
-    return tuple(_storable(getattr(row, name)) for name in _COLUMNS)
 
 
-def _storable(value: Any) -> Any:
-    """A value as SQLite takes it: mappings as JSON, text without the lone surrogates that UTF-8 lacks."""
-    if isinstance(value, Mapping):
-        return to_json(value)
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+def why_no_payload(row: SampleRow) -> str:
+    """Why a sample has no text and tokens, for a message."""
+    reason = f" ({row.reason})" if row.reason else ""
+    if row.attempt < 0:
+        return f"it was {row.state}{reason} before any worker had it"
+    return f"it was {row.state}{reason}, and nothing came back of attempt {row.attempt}"
+
+
+def _record(payload: bytes) -> bytes:
+    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _row(phase: str, step: int, departure: Departure) -> tuple[Any, ...]:
+    """The first columns, up to `life`. They and those of the figures are made by the million: hence plain tuples."""
+    sample_id, group_id, task_id, domain, state, attempt, life, reason = departure
+    return _text(sample_id), phase, step, _text(group_id), _text(task_id), _text(domain), state, _text(reason), attempt, life
+
+
+def _figures(trajectory: Trajectory) -> tuple[Any, ...]:
+    """The columns from `reward` to `reply`."""
+    num_new_tokens = trajectory.num_new_tokens
+    return (
+        None if trajectory.reward is None else float(trajectory.reward),
+        None if trajectory.success is None else bool(trajectory.success),
+        trajectory.stop_reason,
+        len(trajectory.token_ids) - num_new_tokens,
+        num_new_tokens,
+        int(trajectory.token_version[trajectory.loss_mask].min()) if num_new_tokens else -1,
+        float(trajectory.sampling.temperature),
+        int(trajectory.seed),
+        to_json(trajectory.reward_parts) if trajectory.reward_parts else "{}",
+        to_json(trajectory.metrics) if trajectory.metrics else "{}",
+        _text(trajectory.error),
+        _text(trajectory.last_reply[:_REPLY_CHARACTERS]),
+    )
+
+
+_ABORTED, _FAILED = ((None, None, reason, 0, 0, -1, None, None, "{}", "{}", "", "") for reason in ("aborted", "failed"))
+
+
+def _no_figures(departure: Departure) -> tuple[Any, ...]:
+    """The columns from `reward` to `reply`, of a sample without a trajectory."""
+    return _ABORTED if departure.state == "aborted" else _FAILED
+
+
+def _text(text: str) -> str:
+    """Without the lone surrogates that UTF-8 lacks."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _from_columns(columns: tuple[Any, ...]) -> SampleRow:
     values = dict(zip(_COLUMNS, columns, strict=True))
     values["success"] = None if values["success"] is None else bool(values["success"])
     values["superseded"] = bool(values["superseded"])
-    for name in ("reward_parts", "metrics", "timings"):
+    for name in ("reward_parts", "metrics"):
         values[name] = {key: float(value) for key, value in json.loads(values[name]).items()}
     return SampleRow(**values)

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import math
 import numbers
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from drumroll.config.models import RewardConfig
-from drumroll.errors import RewardError
+from drumroll.errors import RewardError, place_of
 from drumroll.registry import REGISTRY, Entry, bind
 from drumroll.types import Trajectory
 
@@ -61,7 +60,7 @@ class RewardSet:
         for config in configs:
             entry = REGISTRY.lookup("reward", config.kind)
             function = _build(entry, config)
-            name = _unique(_short_name(entry), [part.name for part in self._parts])
+            name = _unique(entry.short_name, [part.name for part in self._parts])
             self._parts.append(_Part(name, function, _is_async(function), config.weight, config.success_at))
 
     @property
@@ -95,7 +94,7 @@ class RewardSet:
                     f"reward '{part.name}' on task '{trajectory.task.id}' took longer than {self._deadline_s:g} s."
                 ) from error
             raise RewardError(
-                f"reward '{part.name}' failed on task '{trajectory.task.id}': {type(error).__name__}: {error}{_place(error)}"
+                f"reward '{part.name}' failed on task '{trajectory.task.id}': {type(error).__name__}: {error}{place_of(error)}"
             ) from error
         if not isinstance(value, Mapping):
             return {} if value is None else {part.name: _number(value, part.name, trajectory)}
@@ -135,17 +134,6 @@ def _number(value: Any, name: str, trajectory: Trajectory) -> float:
     )
 
 
-def _short_name(entry: Entry) -> str:
-    """The registered name, or the function's own where the config names it by path."""
-    by_path = ":" in entry.name or entry.name.endswith(".py")
-    return str(getattr(entry.target, "__name__", entry.name)) if by_path else entry.name
-
-
 def _unique(name: str, taken: Sequence[str]) -> str:
     candidates = (name if count == 1 else f"{name}_{count}" for count in range(1, len(taken) + 2))
     return next(candidate for candidate in candidates if candidate not in taken)
-
-
-def _place(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -1,106 +1,179 @@
 """An environment worker's end of the line to one engine: one batched submit, one outstanding poll, however many episodes.
 
-episodes ──generate()──► outbox ──submit(batch)──► engine
-    ▲                                                │
-    └──────futures ◄── chunks joined ◄──poll()───────┘
+    episodes ──generate()──► outbox ──submit, abort──► engine
+        ▲                                                │
+        └──────futures ◄── chunks joined ◄──poll()───────┘
+
+Nobody waits here for ever: every call has a deadline, and every poll brings the engine's load, from which the client sees
+whether an engine that is silent about a reply is paused, busy with others, or late.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from drumroll.errors import RolloutError
-from drumroll.types import Chunk, GenRequest
+from drumroll.types import Chunk, EngineLoad, FinishReason, GenRequest, Parcel
 
 Call = Callable[..., Awaitable[Any]]
-"""`await call("method", *args)` on the engine's worker."""
+"""`await call("method", *args, deadline_s=30.0)` on the engine's worker; raises when it fails or takes longer."""
+
+POLL_WAIT_S = 2.0
+"""A poll waits this long for chunks, or a quarter of the time after which an engine is late, if that is less."""
+
+CALL_S = 30.0
+"""An engine whose process is alive answers a call within this time, beyond what the call is meant to wait."""
+
+LAST_CHUNK_S = 2.0
+"""How long a request that is aborted waits for its last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePoll(Parcel):
+    """What a poll of an engine brings to one of its clients."""
+
+    chunks: list[Chunk]
+    """Of the client's own requests."""
+    load: EngineLoad
+
+
+@dataclass(slots=True)
+class _Reply:
+    """A reply while it arrives."""
+
+    id: str
+    stall_s: float
+    whole: asyncio.Future[Chunk]
+    parts: list[Chunk] = field(default_factory=list)
+    heard: float | None = None
+    """When there was last news of it, by the client's count of the engine's working seconds; counted from the first poll on."""
+
+    def end(self, finish: FinishReason, error: str = "") -> None:
+        if not self.whole.done():
+            self.whole.set_result(self.joined(finish, error))
+
+    def joined(self, finish: FinishReason, error: str = "") -> Chunk:
+        """What has arrived; the last chunk, if it is there, brings the slot."""
+        last = self.parts[-1] if self.parts else Chunk(self.id, [], [], [])
+        return replace(
+            last,
+            token_ids=[token for part in self.parts for token in part.token_ids],
+            logp=[value for part in self.parts for value in part.logp],
+            token_version=[version for part in self.parts for version in part.token_version],
+            finish=finish,
+            error=error,
+        )
 
 
 class EngineClient:
-    """Generates replies on one engine for many episodes at a time."""
+    """Generates replies on one engine for many episodes at a time. Example: `await client.generate(request, stall_s=60)`."""
 
-    def __init__(self, call: Call, client_id: str, poll_wait_s: float = 2.0) -> None:
+    def __init__(self, call: Call, client_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call
         self._client_id = client_id
-        self._poll_wait_s = poll_wait_s
-        self._outbox: list[GenRequest] = []
-        self._waiting: dict[str, asyncio.Future[Chunk]] = {}
-        self._partial: dict[str, list[Chunk]] = {}
-        self._pump: asyncio.Task[None] | None = None
-        self._flush: asyncio.Task[None] | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._clock = clock
+        self._waiting: dict[str, _Reply] = {}
+        self._outbox: dict[str, GenRequest] = {}
+        self._unwanted: list[str] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._poller: asyncio.Task[None] | None = None
+        self._worked_s = 0.0
+        """Seconds that the engine was seen at work: not paused, and somebody waiting for it."""
+        self._num_tokens = 0
 
-    async def generate(self, request: GenRequest) -> Chunk:
-        """The whole reply as one chunk. Cancelling the caller aborts the request on the engine."""
-        future: asyncio.Future[Chunk] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = future
-        self._outbox.append(request)
-        if self._flush is None:
-            self._flush = asyncio.create_task(self._submit_outbox())
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._poll_while_needed())
+    async def generate(self, request: GenRequest, stall_s: float) -> Chunk:
+        """The whole reply as one chunk.
+
+        It ends as `deadline` when the engine, at work, has no news of it for `stall_s`, and as `error` when the engine is out of
+        reach. A caller that is cancelled gets what was sampled so far as an `aborted` reply, after `LAST_CHUNK_S` at most.
+        Whenever a reply ends early, its request leaves the engine.
+        """
+        reply = _Reply(request.id, stall_s, asyncio.get_running_loop().create_future())
+        self._waiting[request.id] = reply
+        self._outbox[request.id] = request
+        self._send_soon()
+        if self._poller is None:
+            self._poller = asyncio.create_task(self._poll_while_needed())
         try:
-            return await future
+            return await asyncio.shield(reply.whole)
         except asyncio.CancelledError:
-            self._outbox = [waiting for waiting in self._outbox if waiting.id != request.id]
-            # Not awaited: an engine that does not answer must not hold the caller, whose time is up.
-            abort = asyncio.create_task(self._abort(request.id))
-            self._aborts.add(abort)
-            abort.add_done_callback(self._aborts.discard)
-            raise
+            if self._outbox.pop(request.id, None) is None:  # it is in the engine
+                self._withdraw(reply)
+                await asyncio.wait({reply.whole}, timeout=LAST_CHUNK_S)
+            return reply.joined("aborted")
         finally:
-            self._waiting.pop(request.id, None)
-            self._partial.pop(request.id, None)
+            del self._waiting[request.id]
 
-    async def _abort(self, request_id: str) -> None:
-        with suppress(Exception):  # an engine that is gone has nothing to abort
-            await self._call("abort", self._client_id, [request_id])
+    def _withdraw(self, reply: _Reply) -> None:
+        """Have the engine drop a request. Not awaited: an engine that does not answer holds nobody up."""
+        self._unwanted.append(reply.id)
+        self._send_soon()
 
-    async def _submit_outbox(self) -> None:
-        """Submit what has gathered in this turn of the event loop, and again while more arrives meanwhile."""
+    def _send_soon(self) -> None:
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        """Pass on what has gathered in this turn of the event loop, and again while more arrives meanwhile."""
         await asyncio.sleep(0)
-        try:
-            while self._outbox:
-                batch, self._outbox = self._outbox, []
-                await self._call("submit", self._client_id, batch)
-        except Exception as error:
-            self._fail_all(error)
-        finally:
-            self._flush = None
+        while self._outbox or self._unwanted:
+            try:
+                if self._outbox:
+                    requests, self._outbox = list(self._outbox.values()), {}
+                    await self._call("submit", self._client_id, requests, deadline_s=CALL_S)
+                if self._unwanted:
+                    unwanted, self._unwanted = self._unwanted, []
+                    await self._call("abort", self._client_id, unwanted, deadline_s=CALL_S)
+            except Exception as error:  # whatever it is, the engine is out of reach
+                self._fail_all(error)
+        self._sender = None
 
     async def _poll_while_needed(self) -> None:
         """Wait for chunks as long as somebody waits for a reply."""
         try:
+            polled_at = self._clock()
             while self._waiting:
-                for chunk in await self._call("poll", self._client_id, self._poll_wait_s):
+                wait_s = min(POLL_WAIT_S, *(reply.stall_s / 4 for reply in self._waiting.values()))
+                answer: EnginePoll = await self._call("poll", self._client_id, wait_s, deadline_s=wait_s + CALL_S)
+                now = self._clock()
+                if not answer.load.paused:
+                    self._worked_s += now - polled_at
+                polled_at = now
+                for chunk in answer.chunks:
                     self._deliver(chunk)
-        except Exception as error:
+                self._notice_silence(answer.load)
+        except Exception as error:  # whatever it is, the engine is out of reach
             self._fail_all(error)
         finally:
-            self._pump = None
+            self._poller = None
 
     def _deliver(self, chunk: Chunk) -> None:
-        future = self._waiting.get(chunk.id)
-        if future is None or future.done():
+        reply = self._waiting.get(chunk.id)
+        if reply is None:
             return
-        parts = self._partial.setdefault(chunk.id, [])
-        parts.append(chunk)
+        reply.parts.append(chunk)
+        reply.heard = self._worked_s
         if chunk.finish is not None:
-            future.set_result(
-                Chunk(
-                    id=chunk.id,
-                    token_ids=[token for part in parts for token in part.token_ids],
-                    logp=[value for part in parts for value in part.logp],
-                    token_version=[version for part in parts for version in part.token_version],
-                    finish=chunk.finish,
-                    error=chunk.error,
-                )
-            )
+            reply.end(chunk.finish, chunk.error)
+
+    def _notice_silence(self, load: EngineLoad) -> None:
+        """End the replies that the engine is late with. One of which nothing has come yet may be waiting for a slot: while the
+        engine gives tokens to others, it is busy and not late."""
+        progressed, self._num_tokens = load.num_tokens_total != self._num_tokens, load.num_tokens_total
+        for reply in self._waiting.values():
+            if reply.heard is None or (progressed and not reply.parts):
+                reply.heard = self._worked_s
+            elif self._worked_s - reply.heard > reply.stall_s and not reply.whole.done():
+                reply.end("deadline", f"the engine was at work and gave no token of the reply for {reply.stall_s:g} s")
+                self._withdraw(reply)
 
     def _fail_all(self, error: Exception) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(RolloutError(f"the engine did not answer: {error}"))
+        """Nobody waits for an engine that is out of reach; should it come back, the requests are not wanted any more."""
+        for reply in self._waiting.values():
+            if not reply.whole.done():
+                reply.end("error", f"it did not answer: {error}")
+                self._withdraw(reply)
+        self._outbox.clear()

@@ -3,7 +3,8 @@
     start → prompt tokens ─┬→ generate → reply tokens → step ─┬→ done → rewards → Trajectory
                            └──── observation tokens ←─────────┘
 
-What the engine sampled is what the trajectory holds: text is decoded for the environment and never encoded again.
+What the engine sampled is what the trajectory holds: text is decoded for the environment and never encoded again. Every state
+that the sample passes through is stamped (see `life`), and whoever keeps it waiting has a deadline.
 """
 
 from __future__ import annotations
@@ -11,27 +12,34 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from drumroll.envs.base import Env, Step
 from drumroll.errors import DrumrollError, PolicyFault, RewardError, RolloutError
+from drumroll.life import State, stamp
 from drumroll.rewards.compose import LARGEST, RewardSet
 from drumroll.rollout.lease import Lease
 from drumroll.text.renderer import Renderer
-from drumroll.types import Chunk, GenRequest, StopReason, Trajectory, Turn
+from drumroll.types import Chunk, Fault, FinishReason, GenRequest, StopReason, Trajectory, Turn
+
+T = TypeVar("T")
 
 CLOSE_S = 30.0
 """How long an environment may take to close."""
 
+GRACE_S = 5.0
+"""How long an episode may take to end once it is cut short; what does not end by then is left behind."""
+
 
 class Engine(Protocol):
-    """Where an episode's replies come from."""
+    """Where an episode's replies come from (see `EngineClient.generate`)."""
 
-    async def generate(self, request: GenRequest) -> Chunk: ...
+    async def generate(self, request: GenRequest, stall_s: float) -> Chunk: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +48,60 @@ class Limits:
 
     max_turns: int
     max_tokens: int
+    env_deadline_s: float = 300.0
+    """For each start and step of the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What all episodes of one environment worker have in common."""
+
+    rank: int
+    """Of the worker."""
+    make_env: Callable[[], Env]
+    engines: Sequence[Engine]
+    """By rank: a lease names one."""
+    renderer: Renderer
+    rewards: RewardSet
+    limits: Limits
+
+
+class _Late(RolloutError):
+    """Somebody took longer than allowed."""
 
 
 @dataclass
 class _Draft:
     """A trajectory while it grows."""
 
+    lease: Lease
+    rank: int
+    env: Env | None = None
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     token_version: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     reward: float | None = None
     success: bool | None = None
+    life: bytes = b""
+    now: float = 0.0
+    """Time of the last stamp."""
+    waits_for: Fault = ""
+    """Whose answer the episode waits for, or whose failure ended it."""
+
+    def stamp(self, state: State, at: float | None = None, version: int = -1, place: int = -1, slot: int = -1) -> None:
+        """A state begins. The clocks of two machines differ a little: no stamp is earlier than the one before it."""
+        self.now = max(self.now, time.time() if at is None else at)
+        self.life += stamp(state, self.now, version, place, slot)
+
+    @contextmanager
+    def waiting_for(self, whom: Fault) -> Iterator[None]:
+        """What fails inside is their fault."""
+        self.waits_for = whom
+        yield
+        self.waits_for = ""
 
     def observe(self, ids: Sequence[int], text: str) -> None:
         start = len(self.token_ids)
@@ -65,6 +112,13 @@ class _Draft:
         self.turns.append(Turn("environment", start, len(self.token_ids), text))
 
     def reply(self, chunk: Chunk, text: str) -> None:
+        """The policy's turn, whole or cut short. The sample has left its slot, if it had one, and is back in its worker."""
+        if chunk.slot >= 0:
+            version = chunk.token_version[0] if chunk.token_version else -1
+            self.stamp("generating", chunk.started, version, self.lease.engine, chunk.slot)
+        self.stamp("environment", chunk.ended if chunk.slot >= 0 else None, place=self.rank)
+        if not chunk.token_ids:
+            return
         start = len(self.token_ids)
         self.token_ids += chunk.token_ids
         self.loss_mask += [True] * len(chunk.token_ids)
@@ -80,88 +134,84 @@ class _Draft:
             self.success = step.success
         self.metrics.update(step.metrics)
 
+    def without_verdict(self, stop: StopReason, error: str = "", fault: Fault = "") -> Trajectory:
+        """What there is of a sample that was cut short; rewards of its steps are no verdict."""
+        return replace(self.trajectory(stop, error), reward=None, fault=fault)
 
-async def run_episode(lease: Lease, env: Env, engine: Engine, renderer: Renderer, rewards: RewardSet, limits: Limits) -> Trajectory:
-    """Run one sample to its end. Whatever fails on the way is recorded in the trajectory and never raised."""
-    draft = _Draft()
-    draft.timings["started"] = time.time()
+    def trajectory(self, stop: StopReason, error: str) -> Trajectory:
+        return Trajectory(
+            sample_id=self.lease.sample_id,
+            group_id=self.lease.group_id,
+            task=self.lease.task,
+            turns=tuple(self.turns),
+            token_ids=np.asarray(self.token_ids, dtype=np.int32),
+            loss_mask=np.asarray(self.loss_mask, dtype=np.bool_),
+            logp=np.asarray(self.logp, dtype=np.float32),
+            token_version=np.asarray(self.token_version, dtype=np.int32),
+            sampling=self.lease.sampling,
+            seed=self.lease.seed,
+            reward=self.reward,
+            stop_reason=stop,
+            success=self.success,
+            error=error,
+            metrics=dict(self.metrics),
+            attempt=self.lease.attempt,
+        )
+
+
+async def run_episode(lease: Lease, stage: Stage, unwanted: asyncio.Future[None]) -> Trajectory:
+    """Run one sample to its end. Whatever fails on the way is recorded in the trajectory and never raised.
+
+    Once `unwanted` is done, the sample comes back as aborted from wherever it stands, with the tokens that it has. The life of a
+    sample that got no verdict stays open: what becomes of it is decided elsewhere.
+    """
+    draft = _Draft(lease, stage.rank)
+    play = asyncio.create_task(_play(stage, draft))
+    ends: set[asyncio.Future[Any]] = {play, unwanted}
+    await asyncio.wait(ends, timeout=lease.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    if play.done():
+        trajectory = _outcome(play, draft)
+    else:
+        aborted, waited_for = unwanted.done(), draft.waits_for
+        play.cancel()
+        await asyncio.wait({play}, timeout=GRACE_S)  # the engine still tells what it has sampled
+        trajectory = draft.without_verdict("aborted") if aborted else draft.without_verdict("deadline", _overdue(lease), waited_for)
+    not_closed = await _close(draft.env)
+    errors = [text for text in (trajectory.error, not_closed) if text]
+    return replace(trajectory, error="\n".join(errors), life=draft.life)
+
+
+async def _play(stage: Stage, draft: _Draft) -> Trajectory:
+    """The conversation, then the verdict on it."""
     error = ""
     stop: StopReason
-    late = f"the episode took longer than {lease.deadline_s:g} s"
-    deadline = asyncio.timeout(lease.deadline_s)
     try:
-        async with deadline:
-            try:
-                stop = await _converse(lease, env, engine, renderer, limits, draft)
-            except PolicyFault as fault:
-                stop, error = "policy_fault", fault.reason
-                draft.reward = (draft.reward or 0.0) + fault.reward
-            draft.timings["generated"] = time.time()
-            trajectory = _finish(lease, draft, stop, late if stop == "deadline" else error)
-            if stop not in ("aborted", "deadline"):
-                trajectory = await _score(trajectory, rewards)
-    except Exception as failure:  # the boundary: environments, rewards and engines may raise anything
-        if deadline.expired():
-            trajectory = _finish(lease, draft, "deadline", late)
-        else:
-            trajectory = _finish(lease, draft, "failed", _reason(failure, lease, env, draft))
-    finally:
-        not_closed = await _close(env)
-    errors = [text for text in (trajectory.error, not_closed) if text]
-    return replace(trajectory, error="\n".join(errors), timings={**trajectory.timings, "ended": time.time()})
+        stop = await _converse(stage, draft)
+    except PolicyFault as fault:
+        stop, error = "policy_fault", fault.reason
+        draft.reward = (draft.reward or 0.0) + fault.reward
+    return draft.without_verdict(stop) if stop == "aborted" else await _score(draft.trajectory(stop, error), stage, draft)
 
 
-async def _close(env: Env) -> str:
-    """Close the environment; what goes wrong, if anything. A sample must come back even if its environment does not."""
-    try:
-        async with asyncio.timeout(CLOSE_S):
-            await env.close()
-    except Exception as failure:
-        return f"closing env {type(env).__name__} failed: {type(failure).__name__}: {failure}"
-    return ""
-
-
-def _reason(failure: Exception, lease: Lease, env: Env, draft: _Draft) -> str:
-    """What failed and where; drumroll's own errors say enough without a traceback."""
-    reason = f"{type(failure).__name__}: {failure} (task {lease.task.id}, turn {len(draft.turns)}, env {type(env).__name__})"
-    if isinstance(failure, DrumrollError):
-        return reason
-    return reason + "\n" + "".join(traceback.format_tb(failure.__traceback__)[-3:])
-
-
-async def _converse(lease: Lease, env: Env, engine: Engine, renderer: Renderer, limits: Limits, draft: _Draft) -> StopReason:
+async def _converse(stage: Stage, draft: _Draft) -> StopReason:
     """Prompt, reply, observation, reply, … until the environment is done or a budget is spent."""
-    step = await env.start(lease.task)
+    limits, renderer = stage.limits, stage.renderer
+    draft.stamp("environment", place=stage.rank)
+    env, step = await _ask_env(_start(stage, draft), limits, draft)
     ids, text = renderer.first(step.prompt, step.messages)
     draft.observe(ids, text)
     if len(ids) >= limits.max_tokens:
         raise RolloutError(
             f"the prompt has {len(ids)} tokens, and an episode may have {limits.max_tokens} (`rollout.max_tokens`, `engine.context_tokens`)"
         )
-    generate_s = 0.0
     for turn in range(limits.max_turns):
-        room = limits.max_tokens - len(draft.token_ids)
-        request = GenRequest(
-            id=f"{lease.sample_id}/{lease.attempt}/{turn}",
-            token_ids=list(draft.token_ids),
-            sampling=replace(lease.sampling, max_new_tokens=min(lease.sampling.max_new_tokens, room)),
-            seed=_turn_seed(lease.seed, turn),
-            deadline_s=lease.deadline_s,
-        )
-        started = time.perf_counter()
-        chunk = await engine.generate(request)
-        generate_s += time.perf_counter() - started
-        draft.timings["generate_s"] = generate_s
-        if chunk.finish == "error":
-            raise RolloutError(f"the engine refused the request: {chunk.error}")
-        reply = renderer.reply_text(chunk.token_ids, lease.sampling.stop, draft.token_ids)
-        draft.reply(chunk, reply)
-        if chunk.finish in ("aborted", "deadline"):
-            return chunk.finish
-        step = await env.step(reply)
+        reply, finish = await _generate(stage, draft, turn)
+        if finish == "aborted":
+            return "aborted"
+        step = await _ask_env(env.step(reply), limits, draft)
         draft.take(step)
         if step.done:
-            return "length" if chunk.finish == "length" else "stop" if limits.max_turns == 1 else "done"
+            return "length" if finish == "length" else "stop" if limits.max_turns == 1 else "done"
         if turn + 1 < limits.max_turns:
             ids, text = renderer.next(step.prompt, step.messages, draft.token_ids[-1])
             if len(draft.token_ids) + len(ids) >= limits.max_tokens:
@@ -170,12 +220,59 @@ async def _converse(lease: Lease, env: Env, engine: Engine, renderer: Renderer, 
     return "turns"
 
 
-async def _score(trajectory: Trajectory, rewards: RewardSet) -> Trajectory:
+async def _start(stage: Stage, draft: _Draft) -> tuple[Env, Step]:
+    env = draft.env = stage.make_env()
+    return env, await env.start(draft.lease.task)
+
+
+async def _ask_env(call: Awaitable[T], limits: Limits, draft: _Draft) -> T:
+    """The environment's answer, in time."""
+    with draft.waiting_for("environment"):
+        deadline = asyncio.timeout(limits.env_deadline_s)
+        try:
+            async with deadline:
+                answer = await call
+        except Exception as error:
+            if deadline.expired():
+                raise _Late(f"{_env_name(draft)} took longer than {limits.env_deadline_s:g} s for one answer") from error
+            raise
+    episode = asyncio.current_task()
+    if episode is not None and episode.cancelling():  # the environment caught what was meant for the episode
+        raise asyncio.CancelledError
+    return answer
+
+
+async def _generate(stage: Stage, draft: _Draft, turn: int) -> tuple[str, FinishReason | None]:
+    """One reply: its text, and why it ended. Its tokens are in the draft, also if it was cut short."""
+    lease = draft.lease
+    room = stage.limits.max_tokens - len(draft.token_ids)
+    request = GenRequest(
+        id=f"{lease.sample_id}/{lease.attempt}/{turn}",
+        token_ids=list(draft.token_ids),
+        sampling=replace(lease.sampling, max_new_tokens=min(lease.sampling.max_new_tokens, room)),
+        seed=_turn_seed(lease.seed, turn),
+        deadline_s=lease.deadline_s,
+    )
+    draft.stamp("waiting", place=lease.engine)
+    with draft.waiting_for("engine"):
+        chunk = await stage.engines[lease.engine].generate(request, lease.stall_s)
+        reply = stage.renderer.reply_text(chunk.token_ids, lease.sampling.stop, draft.token_ids)
+        draft.reply(chunk, reply)
+        if chunk.finish == "deadline":
+            raise _Late(chunk.error or _overdue(lease))
+        if chunk.finish == "error":
+            raise RolloutError(f"no reply from the engine: {chunk.error}")
+    return reply, chunk.finish
+
+
+async def _score(trajectory: Trajectory, stage: Stage, draft: _Draft) -> Trajectory:
     """Add the reward functions' verdict to what the environment gave."""
-    if trajectory.reward is not None and not abs(trajectory.reward) <= LARGEST:  # NaN is not either
-        raise RewardError(f"the environment's rewards add up to {trajectory.reward}; a number between ±{LARGEST:g} was expected.")
-    started = time.perf_counter()
-    verdict = await rewards.score(trajectory)
+    with draft.waiting_for("environment"):
+        if trajectory.reward is not None and not abs(trajectory.reward) <= LARGEST:  # NaN is not either
+            raise RewardError(f"the environment's rewards add up to {trajectory.reward}; a number between ±{LARGEST:g} was expected.")
+    draft.stamp("reward", place=stage.rank)
+    with draft.waiting_for("reward"):
+        verdict = await stage.rewards.score(trajectory)
     given = [reward for reward in (trajectory.reward, verdict.reward) if reward is not None]
     parts = dict(verdict.parts)
     if trajectory.reward is not None:
@@ -185,34 +282,53 @@ async def _score(trajectory: Trajectory, rewards: RewardSet) -> Trajectory:
         reward=sum(given) if given else None,
         reward_parts=parts,
         success=trajectory.success if verdict.success is None else verdict.success,
-        timings={**trajectory.timings, "reward_s": time.perf_counter() - started},
     )
 
 
-def _finish(lease: Lease, draft: _Draft, stop: StopReason, error: str) -> Trajectory:
-    return Trajectory(
-        sample_id=lease.sample_id,
-        group_id=lease.group_id,
-        task=lease.task,
-        turns=tuple(draft.turns),
-        token_ids=np.asarray(draft.token_ids, dtype=np.int32),
-        loss_mask=np.asarray(draft.loss_mask, dtype=np.bool_),
-        logp=np.asarray(draft.logp, dtype=np.float32),
-        token_version=np.asarray(draft.token_version, dtype=np.int32),
-        sampling=lease.sampling,
-        seed=lease.seed,
-        reward=draft.reward,
-        stop_reason=stop,
-        success=draft.success,
-        error=error,
-        timings=dict(draft.timings),
-        metrics=dict(draft.metrics),
-    )
+def _outcome(play: asyncio.Task[Trajectory], draft: _Draft) -> Trajectory:
+    """How an episode that came to its own end ended. This is the boundary: environments, rewards and engines may raise anything."""
+    try:
+        trajectory = play.result()
+    except _Late as late:
+        return draft.without_verdict("deadline", str(late), draft.waits_for)
+    except (Exception, asyncio.CancelledError) as failure:
+        return draft.without_verdict("failed", _reason(failure, draft), draft.waits_for)
+    if trajectory.stop_reason != "aborted":
+        draft.stamp("done")
+    return trajectory
 
 
-def unfinished(lease: Lease, error: str) -> Trajectory:
-    """The record of a sample that never got as far as an episode."""
-    return _finish(lease, _Draft(), "failed", error)
+async def _close(env: Env | None) -> str:
+    """Close the environment; what goes wrong, if anything. A sample must come back even if its environment does not."""
+    if env is None:
+        return ""
+    closing = asyncio.create_task(env.close())
+    await asyncio.wait({closing}, timeout=CLOSE_S)
+    if not closing.done():
+        closing.cancel()
+        return f"closing env {type(env).__name__} took longer than {CLOSE_S:g} s"
+    try:
+        closing.result()
+    except (Exception, asyncio.CancelledError) as failure:
+        return f"closing env {type(env).__name__} failed: {type(failure).__name__}: {failure}"
+    return ""
+
+
+def _reason(failure: BaseException, draft: _Draft) -> str:
+    """What failed and where; drumroll's own errors say enough without a traceback."""
+    place = f"(task {draft.lease.task.id}, turn {len(draft.turns)}, {_env_name(draft)})"
+    reason = f"{type(failure).__name__}: {failure} {place}"
+    if isinstance(failure, DrumrollError):
+        return reason
+    return reason + "\n" + "".join(traceback.format_tb(failure.__traceback__)[-3:])
+
+
+def _env_name(draft: _Draft) -> str:
+    return "building the environment" if draft.env is None else f"env {type(draft.env).__name__}"
+
+
+def _overdue(lease: Lease) -> str:
+    return f"the episode took longer than {lease.deadline_s:g} s"
 
 
 def _turn_seed(seed: int, turn: int) -> int:

@@ -5,7 +5,9 @@ blocks ──pack──► whole batch ──► shards to score ──► (ref_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,11 +42,20 @@ class Assembler:
         self._constant_length = constant_length
         self._demonstrations = Demonstrations(**demonstrations, seed=seed) if demonstrations else None
         self._batch: Batch | None = None
+        self._ages: dict[str, float] = {}
 
-    def pack(self, accepted: Collection[str], *blocks: Sequence[Trajectory]) -> None:
-        """Begin a step. Only accepted samples with a verdict enter."""
-        wanted = set(accepted)
-        self._batch = pack([t for block in blocks for t in block if t.sample_id in wanted and t.trainable])
+    def pack(self, accepted: Collection[tuple[str, int]], version: int, max_staleness: int, *blocks: Sequence[Trajectory]) -> None:
+        """Begin a step of the trainers that are at `version`.
+
+        Of the blocks only the accepted attempts, as (sample id, attempt), with a verdict enter; of their tokens only those that are at
+        most `max_staleness` versions old. A trajectory that has none left stays out, and its group is compared without it.
+        """
+        chosen = [t for t in _attempts(accepted, blocks) if t.trainable]
+        young = [_without_older(t, version - max_staleness) for t in chosen]
+        self._batch = pack([t for t in young if t.trainable])
+        num_tokens, num_young = (sum(t.num_new_tokens for t in part) for part in (chosen, young))
+        masked = (num_tokens - num_young) / max(1, num_tokens)
+        self._ages = {"batch/masked_token_ratio": masked, **_staleness(self._batch, version, max_staleness)}
 
     def shards(self, count: int) -> list[Batch]:
         """The step's batch in parts of about the same number of tokens, to be scored."""
@@ -114,7 +125,44 @@ class Assembler:
             "batch/num_tokens": float(batch.num_tokens),
             "batch/num_new_tokens": float(lengths),
             "batch/informative_token_ratio": touched / max(1, int(lengths)),
+            **self._ages,
         }
         if batch.ref_logp is not None and lengths:
             report["batch/ref_logp_mean"] = float(batch.ref_logp[batch.loss_mask].mean())
         return report
+
+
+def _attempts(accepted: Collection[tuple[str, int]], blocks: Sequence[Sequence[Trajectory]]) -> list[Trajectory]:
+    """The accepted attempts, in the order of the blocks, which may hold others too."""
+    wanted = set(accepted)
+    found = [t for block in blocks for t in block if (t.sample_id, t.attempt) in wanted]
+    times = Counter((t.sample_id, t.attempt) for t in found)
+    missing = sorted(wanted - times.keys())
+    assert not missing, f"accepted, but in no block: {_named(missing)}"
+    doubled = sorted(pair for pair, count in times.items() if count > 1)
+    assert not doubled, f"accepted, and in the blocks more than once: {_named(doubled)}"
+    rivals = sorted(sample_id for sample_id, count in Counter(sample_id for sample_id, _ in wanted).items() if count > 1)
+    assert not rivals, f"several attempts are accepted of: {', '.join(rivals[:5])}"
+    return found
+
+
+def _named(pairs: Sequence[tuple[str, int]]) -> str:
+    names = [f"{sample_id} (attempt {attempt})" for sample_id, attempt in pairs[:5]]
+    return ", ".join(names) + (f" and {len(pairs) - 5} more" if len(pairs) > 5 else "")
+
+
+def _without_older(trajectory: Trajectory, oldest_version: int) -> Trajectory:
+    """The trajectory with tokens of weights before `oldest_version` out of its loss mask."""
+    older = trajectory.loss_mask & (trajectory.token_version < oldest_version)
+    return replace(trajectory, loss_mask=trajectory.loss_mask & ~older) if older.any() else trajectory
+
+
+def _staleness(batch: Batch, version: int, max_staleness: int) -> dict[str, float]:
+    """How many versions older than the trainers' the tokens of the loss mask are; proves that none is too old."""
+    staleness = version - batch.token_version[batch.loss_mask]
+    if not len(staleness):
+        return {"batch/staleness_mean": 0.0, "batch/staleness_max": 0.0}
+    newest, oldest = int(staleness.min()), int(staleness.max())
+    assert oldest <= max_staleness, f"a token of version {version - oldest} would be trained on at {version}: {max_staleness} is the limit"
+    assert newest >= 0, f"a token of version {version - newest} cannot exist while the trainers are at {version}"
+    return {"batch/staleness_mean": float(staleness.double().mean()), "batch/staleness_max": float(oldest)}

@@ -14,7 +14,11 @@ from drumroll.backends.infer.base import InferBackend
 from drumroll.cluster.transport import ReceivesWeights
 from drumroll.config.models import EngineConfig
 from drumroll.registry import REGISTRY
+from drumroll.rollout.engine_client import EnginePoll
 from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo
+
+NEWS_S = 0.5
+"""Clients hear of replies that go on at least this often, and so can tell a long one from an engine that hangs."""
 
 
 class EngineWorker(ReceivesWeights):
@@ -39,8 +43,8 @@ class EngineWorker(ReceivesWeights):
         if self._pump is None:
             self._pump = asyncio.create_task(self._route())
 
-    async def poll(self, client: str, wait_s: float) -> list[Chunk]:
-        """The client's chunks since its last poll; waits for the first up to `wait_s`."""
+    async def poll(self, client: str, wait_s: float) -> EnginePoll:
+        """The client's chunks since its last poll, and the engine's load; waits for the first chunk up to `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news[client].wait()
@@ -49,7 +53,7 @@ class EngineWorker(ReceivesWeights):
         if self._pump is not None and self._pump.done():
             await self._pump  # raises what broke the engine
         self._news[client].clear()
-        return self._inbox.pop(client, [])
+        return EnginePoll(self._inbox.pop(client, []), self.backend.load())
 
     async def abort(self, client: str, ids: Sequence[str]) -> None:
         wanted = {(client, request_id) for request_id in ids}
@@ -59,7 +63,7 @@ class EngineWorker(ReceivesWeights):
         """Pass chunks on for as long as the engine lives. A failure wakes every client, whose poll then raises it."""
         try:
             while True:
-                for chunk in await self.backend.poll(1.0):
+                for chunk in await self.backend.poll(NEWS_S):
                     client, own_id = self._owner[chunk.id]
                     if chunk.finish is not None:
                         del self._owner[chunk.id]

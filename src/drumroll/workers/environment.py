@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from drumroll.cluster.cluster import Handle
 from drumroll.config.models import EnvConfig, RewardConfig
-from drumroll.envs.base import Env
 from drumroll.registry import REGISTRY
 from drumroll.rewards.compose import RewardSet
 from drumroll.rollout.engine_client import EngineClient
-from drumroll.rollout.episode import Limits, run_episode, unfinished
-from drumroll.rollout.lease import Lease
+from drumroll.rollout.episode import Limits, Stage, run_episode
+from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.text.renderer import Renderer
 from drumroll.text.tokenizer import Tokenizer
 from drumroll.types import RankInfo, SampleInfo, Trajectory
 
 STARTED_AT_ONCE = 64
 """Episodes that begin before their requests go to the engines, which are then busy while the next ones begin."""
-
-LINGER_S = 0.01
-"""After the first result, a poll waits this long for more, so that results travel in batches."""
 
 
 class EnvironmentWorker:
@@ -38,52 +37,67 @@ class EnvironmentWorker:
         rewards: Sequence[dict[str, Any]],
         max_turns: int,
         max_tokens: int,
+        env_deadline_s: float = 300.0,
+        reward_deadline_s: float = 60.0,
         trust_remote_code: bool = False,
     ) -> None:
+        """`env_deadline_s` is for each start and step of an environment, `reward_deadline_s` for each reward of a sample."""
         entry = REGISTRY.lookup("env", env["kind"])
-        self._env_class: type[Env] = entry.target  # type: ignore[assignment]
-        self._env_config = entry.schema(EnvConfig).model_validate(env)
-        self._rewards = RewardSet([REGISTRY.lookup("reward", r["kind"]).schema(RewardConfig).model_validate(r) for r in rewards])
-        self._renderer = Renderer(Tokenizer(Path(model_folder), trust_remote_code=trust_remote_code))
-        self._limits = Limits(max_turns, max_tokens)
+        judges = [REGISTRY.lookup("reward", reward["kind"]).schema(RewardConfig).model_validate(reward) for reward in rewards]
+        self._stage = Stage(
+            rank=rank.rank,
+            make_env=partial(entry.target, entry.schema(EnvConfig).model_validate(env)),
+            engines=(),
+            renderer=Renderer(Tokenizer(Path(model_folder), trust_remote_code=trust_remote_code)),
+            rewards=RewardSet(judges, reward_deadline_s),
+            limits=Limits(max_turns, max_tokens, env_deadline_s),
+        )
         self._client_id = f"environment-{rank.rank}"
-        self._engines: list[EngineClient] = []
         self._running: set[asyncio.Task[None]] = set()
+        self._unwanted: dict[tuple[str, int], asyncio.Future[None]] = {}
+        """(sample, attempt) of every episode → done when nobody wants it any more."""
         self._results: list[Trajectory] = []
         self._news = asyncio.Event()
 
     async def connect(self, engines: Sequence[Handle]) -> None:
         """Say where replies come from; comes before the first lease."""
-        self._engines = [EngineClient(handle.call, self._client_id) for handle in engines]
+        self._stage = replace(self._stage, engines=[EngineClient(handle.call, self._client_id) for handle in engines])
 
     async def lease(self, leases: Sequence[Lease]) -> None:
         """Start an episode for each; returns when all have begun, and does not wait for their ends."""
         for number, lease in enumerate(leases, 1):
-            task = asyncio.create_task(self._run(lease))
+            unwanted = self._unwanted[lease.sample_id, lease.attempt] = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._run(lease, unwanted))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
             if number % STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    async def poll(self, wait_s: float) -> tuple[list[SampleInfo], list[Trajectory]]:
-        """Results since the last poll: metadata for the controller, and the block that it passes on by reference."""
+    async def abort(self, samples: Sequence[tuple[str, int]]) -> None:
+        """No longer wanted, each by its id and attempt: they end wherever they stand, and come with a poll. Those that have ended
+        already, and unknown ones, are ignored."""
+        for sample_id, attempt in samples:
+            unwanted = self._unwanted.get((sample_id, attempt))
+            if unwanted is not None and not unwanted.done():
+                unwanted.set_result(None)
+
+    async def poll(self, wait_s: float, linger_s: float = 0.0) -> tuple[WorkerReport, list[Trajectory]]:
+        """Results since the last poll: a report for the controller, and the block that it passes on by reference.
+
+        Waits for the first one up to `wait_s`, then `linger_s` for more, so that results travel in batches."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
         except TimeoutError:
-            return [], []
+            return WorkerReport([], time.process_time()), []
         if self._running:
-            await asyncio.sleep(LINGER_S)
+            await asyncio.sleep(linger_s)
         results, self._results = self._results, []
         self._news.clear()
-        return [SampleInfo.of(trajectory) for trajectory in results], results
+        return WorkerReport([SampleInfo.of(trajectory) for trajectory in results], time.process_time()), results
 
-    async def _run(self, lease: Lease) -> None:
-        try:
-            env = self._env_class(self._env_config)
-        except Exception as error:  # an environment's constructor is the user's code
-            result = unfinished(lease, f"{type(error).__name__}: {error} (while building env {self._env_class.__name__})")
-        else:
-            result = await run_episode(lease, env, self._engines[lease.engine], self._renderer, self._rewards, self._limits)
+    async def _run(self, lease: Lease, unwanted: asyncio.Future[None]) -> None:
+        result = await run_episode(lease, self._stage, unwanted)
         self._results.append(result)
+        self._unwanted.pop((lease.sample_id, lease.attempt), None)
         self._news.set()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
+from drumroll.life import Departure, Span
 from drumroll.record.store import Writer
 from drumroll.types import RankInfo, Trajectory
 
@@ -17,11 +20,15 @@ class RecorderWorker:
     def __init__(self, rank: RankInfo, *, folder: str) -> None:
         self._writer = Writer(Path(folder))
 
-    def add(self, after: object, phase: str, step: int, *blocks: list[Trajectory]) -> int:
-        """Write every trajectory; returns how many."""
-        trajectories = [trajectory for block in blocks for trajectory in block]
-        self._writer.add(trajectories, phase, step)
-        return len(trajectories)
+    def add(self, after: object, phase: str, step: int, departures: Sequence[Departure], *blocks: list[Trajectory]) -> int:
+        """Write every sample that has left the ledger, with its trajectory where the blocks hold it; returns how many."""
+        self._writer.add(phase, step, departures, chain.from_iterable(blocks))
+        return len(departures)
+
+    def add_spans(self, after: object, spans: Sequence[Span]) -> int:
+        """Write what roles did, and when; returns how many spans that are."""
+        self._writer.add_spans(spans)
+        return len(spans)
 
     def mark(self, after: object) -> int:
         """The place that the store has grown to; everything before it is safe on disk."""

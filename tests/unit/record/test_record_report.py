@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from record_samples import LIFE, consumed, leave
 from record_samples import make_trajectory as make
 from rich.console import Console, RenderableType
 
@@ -50,8 +51,10 @@ def record_evaluations(folder: RunFolder) -> None:
     with Writer(folder.store) as writer:
         for step, reply in ((0, "[b]4321"), (80, "1234")):
             tasks = [Task(id=f"h{i}", prompt=f"sort {i}=") for i in range(5 if step else 4)]
-            writer.add([make(f"eval/{step}/{t.id}/g", "greedy", t, sampling=Sampling(temperature=0.0)) for t in tasks], "eval", step)
-            writer.add([make(f"eval/{step}/{t.id}/0", reply, t, reward=float(step > 0)) for t in tasks], "eval", step)
+            writer.add(
+                "eval", step, *consumed(*[make(f"eval/{step}/{t.id}/g", "greedy", t, sampling=Sampling(temperature=0.0)) for t in tasks])
+            )
+            writer.add("eval", step, *consumed(*[make(f"eval/{step}/{t.id}/0", reply, t, reward=float(step > 0)) for t in tasks]))
 
 
 def test_summary_has_the_promised_keys(folder: RunFolder) -> None:
@@ -80,6 +83,18 @@ def test_transcripts_are_the_first_tasks_that_both_evaluations_hold(folder: RunF
         assert pick_transcripts(reader, 0, 81) == []
     assert [t.before.task.id for t in transcripts] == [t.after.task.id for t in transcripts] == ["h0", "h1", "h2"]
     assert {(t.before.last_reply, t.after.last_reply) for t in transcripts} == {("[b]4321", "1234")}  # sampled, not greedy
+
+
+def test_transcripts_are_of_samples_that_counted(folder: RunFolder) -> None:
+    with Writer(folder.store) as writer:
+        for step in (0, 80):
+            writer.add(
+                "eval", step, [leave(f"eval/{step}/h0/0", "aborted", task_id="h0"), leave(f"eval/{step}/h0/1", "failed", task_id="h0")]
+            )
+            writer.add("eval", step, *consumed(make(f"eval/{step}/h0/2", task=Task(id="h0"))))
+    with Reader(folder.store) as reader:
+        (transcript,) = pick_transcripts(reader, 0, 80)
+    assert (transcript.before.sample_id, transcript.after.sample_id) == ("eval/0/h0/2", "eval/80/h0/2")
 
 
 def test_report(folder: RunFolder) -> None:
@@ -151,6 +166,9 @@ def test_curve_of_a_run_without_any_figures(folder: RunFolder) -> None:
 def test_filter_from_the_command_line() -> None:
     assert parse_filter(step="3", reward=">=0.5", domain="math") == Filter(step=Bounds.at(3), reward=Bounds(low=0.5), domain="math")
     assert parse_filter(superseded=True) == Filter(superseded=True)
+    assert parse_filter(state="filtered") == Filter(state="filtered")
+    with pytest.raises(UserError, match=r"--state: no sample ends as 'filterd'. Did you mean 'filtered'\? Known: aborted, consumed"):
+        parse_filter(state="filterd")
     with pytest.raises(UserError, match="--reward: 'high' is no range"):
         parse_filter(reward="high")
 
@@ -164,8 +182,8 @@ def test_show(folder: RunFolder) -> None:
         Turn("policy", 4, 5, "1234"),
     )
     with Writer(folder.store) as writer:
-        writer.add([make("a[b]/0", reply=hostile), make("multi", turns=turns, reward=-0.5, success=False)], "train", 3)
-        writer.add([make("lost", reward=None, success=None, error="sandbox\nis gone", loss_mask=np.zeros(5, bool))], "train", 4)
+        writer.add("train", 3, *consumed(make("a[b]/0", reply=hostile), make("multi", turns=turns, reward=-0.5, success=False)))
+        writer.add("train", 4, *consumed(make("lost", reward=None, success=None, error="sandbox\nis gone", loss_mask=np.zeros(5, bool))))
     with Reader(folder.store) as reader:
         table = printed(sample_table(reader.query(), reader.count()), width=160)
         assert "a[b]/0" in table
@@ -180,25 +198,55 @@ def test_show(folder: RunFolder) -> None:
             "train, step 3",
             "-0.5",
             "exact_match 1",
-            "finished +1.500 s",
-            "generate 1.250 s",
             "step 0 to 1",
             "answer: '1234'",
             "again",
         ):
             assert part in view, part
+        assert ["generating", "+1.000", "s", "1.500", "s", "engine", "3,", "slot", "7", "5"] in [
+            line.split()[-10:] for line in view.splitlines()
+        ]
+        assert ["consumed", "+4.000", "s", "6"] in [line.split() for line in view.splitlines()]
         assert view.index("sort") < view.index("clean") < view.index("again") < view.rindex("1234")
         assert "no verdict" in printed(trajectory_view(reader.row("lost"), reader.load("lost")))
 
 
 def test_what_was_superseded_is_shown_only_when_asked_for(folder: RunFolder) -> None:
     with Writer(folder.store) as writer:
-        writer.add([make("kept")], "train", 1)
+        writer.add("train", 1, *consumed(make("kept")))
         mark = writer.mark()
-        writer.add([make("gone")], "train", 2)
+        writer.add("train", 2, *consumed(make("gone")))
         assert writer.supersede(mark) == 1
     with Reader(folder.store) as reader:
         assert [row.sample_id for row in reader.query(parse_filter())] == ["kept"]
         assert [row.sample_id for row in reader.query(parse_filter(superseded=True))] == ["gone"]
         assert "train, step 2, superseded" in printed(trajectory_view(reader.row("gone"), reader.load("gone")))
         assert "superseded" not in printed(trajectory_view(reader.row("kept"), reader.load("kept")))
+
+
+def test_show_of_samples_that_were_not_consumed(folder: RunFolder) -> None:
+    with Writer(folder.store) as writer:
+        writer.add("train", 1, *consumed(make("kept")))
+        with Reader(folder.store) as reader:
+            assert "consumed" not in printed(sample_table(reader.query(), 1), width=160)
+        rejected = leave("rejected", "filtered", reason="all wrong")
+        lost = leave("lost", "failed", attempt=2, life=LIFE[:38], reason="worker 2 is\x1b gone")
+        writer.add("train", 1, [rejected, lost, leave("unwanted", "aborted", attempt=-1, life=b"")], [make("rejected", reply="4321")])
+    with Reader(folder.store) as reader:
+        lines = {line.split()[0]: line for line in printed(sample_table(reader.query(), 4), width=160).splitlines() if line.split()}
+        assert "consumed" in lines["kept"]
+        assert "filtered" in lines["rejected"]
+        assert "4321" in lines["rejected"]
+        assert "worker 2 is\\x1b gone" in lines["lost"]
+        assert "aborted" in lines["unwanted"]
+        assert [row.sample_id for row in reader.query(parse_filter(state="filtered"))] == ["rejected"]
+        views = {
+            row.sample_id: printed(trajectory_view(row, reader.load(row.sample_id) if row.has_payload else None)) for row in reader.query()
+        }
+    assert "all wrong" in views["rejected"]
+    assert "4321" in views["rejected"]
+    assert "leased" in views["lost"]
+    assert "nothing came back of attempt 2" in views["lost"]
+    assert "\x1b" not in views["lost"]
+    assert "before any worker had it" in views["unwanted"]
+    assert "life" not in views["unwanted"]

@@ -28,9 +28,9 @@ def sample(reward: float | None = 1.0, success: bool | None = None, **changes: A
         "num_prompt_tokens": 6,
         "num_new_tokens": 4,
         "oldest_version": 0,
+        "newest_version": 0,
         "reward_parts": {},
         "metrics": {},
-        "timings": {},
     }
     return SampleInfo(**{**fields, **changes})
 

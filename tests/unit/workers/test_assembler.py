@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from drumroll.types import Batch, RankInfo, Sampling, Task, Trajectory
@@ -50,7 +52,7 @@ def assembler(num_shards: int, **algo: Any) -> Assembler:
 
 def finished(worker: Assembler, *blocks: list[Trajectory], scores: bool = False) -> tuple[dict[str, float], list[list[Batch]]]:
     """The report, and each rank's shard of every update."""
-    worker.pack([t.sample_id for block in blocks for t in block if t.reward is not None], *blocks)
+    worker.pack([(t.sample_id, t.attempt) for block in blocks for t in block if t.reward is not None], 0, 0, *blocks)
     parts: list[Tensor] | None = None
     if scores:  # a token's score says whose it is
         parts = [shard.token_ids.float() / 10 for shard in worker.shards(2)]
@@ -116,21 +118,92 @@ def test_advantages_are_over_whole_groups_though_these_are_split_over_ranks() ->
         np.testing.assert_allclose(found[t.sample_id], expected, atol=1e-6)
 
 
-def test_only_accepted_samples_with_a_verdict_train() -> None:
-    """A sample that failed and was tried again is there twice; its first attempt, and whatever has no verdict, stays out."""
-    failed = trajectory(2, 1.0, stop_reason="failed", token_ids=np.full(8, 99, np.int32), loss_mask=np.ones(8, np.bool_),
-                        logp=np.zeros(8, np.float32), token_version=np.zeros(8, np.int32))  # fmt: skip
+def test_only_accepted_attempts_with_a_verdict_train() -> None:
+    """A sample that was tried again is there twice; the attempt that was given up, and whatever has no verdict, stays out."""
+    given_up = trajectory(2, 1.0, token_ids=np.full(8, 99, np.int32), loss_mask=np.ones(8, np.bool_),
+                          logp=np.zeros(8, np.float32), token_version=np.zeros(8, np.int32))  # fmt: skip
+    again = trajectory(2, 1.0, attempt=1)
     silent = trajectory(5, None)
     empty = trajectory(6, 1.0, loss_mask=np.zeros(5, np.bool_), token_ids=np.full(5, 6, np.int32),
                        logp=np.zeros(5, np.float32), token_version=np.full(5, -1, np.int32))  # fmt: skip
     worker = assembler(2)
-    accepted = [t.sample_id for t in STEP if t.sample_id not in ("s005", "s009")]
-    worker.pack(accepted, [failed, silent, empty], [t for t in STEP if t.sample_id not in ("s005", "s006")])
+    others = [t for t in STEP if t.sample_id not in ("s002", "s005", "s006")]
+    accepted = [(t.sample_id, t.attempt) for t in (again, silent, empty, *others) if t.sample_id != "s009"]
+    worker.pack(accepted, 0, 0, [given_up, silent, empty], [again, *others])
     report, *ranks = worker.finish(1, None, None)
     found = by_sample(ranks, 0, "token_ids")
     assert set(found) == {t.sample_id for t in STEP} - {"s005", "s006", "s009"}
     assert set(found["s002"]) == {2}
     assert report["batch/num_trajectories"] == 21.0
+
+
+@pytest.mark.parametrize(
+    ("accepted", "blocks", "message"),
+    [
+        ([("s001", 0), ("s003", 0)], [[STEP[1]], [STEP[2]]], r"in no block: s003 \(attempt 0\)"),
+        ([("s001", 1)], [[STEP[1]]], r"in no block: s001 \(attempt 1\)"),
+        ([("s001", 0)], [[STEP[1], STEP[2]], [STEP[1]]], r"more than once: s001 \(attempt 0\)"),
+        ([("s001", 0), ("s001", 1)], [[STEP[1], trajectory(1, 1.0, attempt=1)]], "several attempts are accepted of: s001"),
+        ([(f"x{n}", 0) for n in range(7)], [], r"x4 \(attempt 0\) and 2 more"),
+    ],
+)
+def test_what_is_accepted_must_be_there_exactly_once(accepted: list[tuple[str, int]], blocks: list[list[Trajectory]], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assembler(1).pack(accepted, 0, 0, *blocks)
+
+
+def aged(number: int, versions: list[int], reward: float) -> Trajectory:
+    """Two tokens of the prompt, then one token of each of the versions."""
+    size = 2 + len(versions)
+    mask = np.arange(size) >= 2
+    return trajectory(number, reward, token_ids=np.full(size, number, np.int32), loss_mask=mask,
+                      logp=np.where(mask, -0.5, 0.0).astype(np.float32),
+                      token_version=np.array([-1, -1, *versions], np.int32))  # fmt: skip
+
+
+def packed(max_staleness: int, trajectories: list[Trajectory], version: int) -> tuple[dict[str, float], list[list[Batch]]]:
+    worker = assembler(1, advantage={"kind": "grpo", "scale_by_std": False})
+    worker.pack([(t.sample_id, t.attempt) for t in trajectories], version, max_staleness, trajectories)
+    report, *ranks = worker.finish(1, None, None)
+    return report, ranks
+
+
+def test_tokens_that_are_too_old_leave_the_loss_and_what_has_none_left_leaves_the_batch() -> None:
+    """At version 7 with a staleness of 2: one trajectory is young, one began too early, one is too old all over."""
+    report, ranks = packed(2, [aged(0, [7, 7], 1.0), aged(1, [3, 4, 5, 6], 0.0), aged(2, [3, 4], 8.0)], 7)
+    assert by_sample(ranks, 0, "loss_mask") == {"s000": [False, False, True, True], "s001": [False] * 4 + [True, True]}
+    assert by_sample(ranks, 0, "weight")["s001"] == [0, 0, 0, 0, 0.25, 0.25]
+    assert by_sample(ranks, 0, "advantages") == {"s000": [0, 0, 0.5, 0.5], "s001": [0, 0, 0, 0, -0.5, -0.5]}, "s002 is not compared with"
+    assert {name: report[f"batch/{name}"] for name in ("masked_token_ratio", "staleness_mean", "staleness_max", "num_new_tokens")} == {
+        "masked_token_ratio": 0.5,
+        "staleness_mean": 0.75,
+        "staleness_max": 2.0,
+        "num_new_tokens": 4.0,
+    }
+
+
+version_lists = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+@given(version_lists, st.integers(0, 10))
+def test_exactly_the_tokens_within_the_bound_are_trained_on(versions: list[list[int]], max_staleness: int) -> None:
+    report, ranks = packed(max_staleness, [aged(number, each, float(number)) for number, each in enumerate(versions)], 9)
+    expected = {f"s{number:03d}": [9 - v <= max_staleness for v in each] for number, each in enumerate(versions)}
+    assert {name: mask[2:] for name, mask in by_sample(ranks, 0, "loss_mask").items()} == {n: m for n, m in expected.items() if any(m)}
+    trained = [9 - v for each in versions for v in each if 9 - v <= max_staleness]
+    assert report["batch/staleness_max"] == max(trained, default=0)
+    assert report["batch/staleness_mean"] == pytest.approx(sum(trained) / max(1, len(trained)))
+    assert report["batch/masked_token_ratio"] == pytest.approx(1 - len(trained) / sum(map(len, versions)))
+
+
+def test_a_synchronous_step_reports_that_nothing_is_stale() -> None:
+    report, _ = finished(assembler(1), STEP)
+    assert [report[f"batch/{name}"] for name in ("masked_token_ratio", "staleness_mean", "staleness_max")] == [0.0, 0.0, 0.0]
+
+
+def test_tokens_of_weights_that_do_not_exist_yet_are_refused() -> None:
+    with pytest.raises(AssertionError, match="version 8 cannot exist while the trainers are at 7"):
+        packed(2, [aged(0, [7, 8], 1.0)], 7)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

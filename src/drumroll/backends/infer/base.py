@@ -44,11 +44,14 @@ class InferBackend(ABC):
 
     @abstractmethod
     async def poll(self, wait_s: float) -> list[Chunk]:
-        """New tokens. Returns when a request has finished, or after `wait_s` with whatever there is, also nothing."""
+        """New tokens. Returns when a request has finished, or after `wait_s` with whatever there is, also nothing.
+
+        The last chunk of a request says which slot it held, and from when to when: no two held one at the same time."""
 
     @abstractmethod
     def abort(self, ids: Sequence[str]) -> None:
-        """End requests within one decode step; tokens so far still arrive, with finish reason `aborted`. Unknown ids are ignored."""
+        """End requests within one decode step, also while paused; their slots are free then. Tokens so far still arrive, with
+        finish reason `aborted`. Unknown ids are ignored."""
 
     @abstractmethod
     async def update(self, version: Version, buckets: Iterator[Bucket], cache: Literal["keep", "recompute"]) -> Checksums:
@@ -75,7 +78,7 @@ class InferBackend(ABC):
 
     @abstractmethod
     def load(self) -> EngineLoad:
-        """What the engine has to do, and which weights it serves."""
+        """What the engine has to do, and which weights it serves; `paused` whenever it may not compute, for whatever reason."""
 
     @abstractmethod
     async def close(self) -> None:

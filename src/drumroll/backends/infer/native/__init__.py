@@ -172,6 +172,7 @@ class Native(InferBackend):
                 num_waiting=len(self._open) - num_running,
                 num_slots=self.config.num_slots,
                 version=self._version,
+                paused=self._paused or not self._weights_complete,
                 num_tokens_total=self._num_tokens,
                 busy_s_total=self._busy_s,
             )
@@ -347,7 +348,7 @@ class Native(InferBackend):
         with self._changed:
             while self._waiting and self._free:
                 entry = self._waiting.popleft()
-                entry.slot = heapq.heappop(self._free)
+                entry.take_slot(heapq.heappop(self._free))
                 self._filling.append(entry)
 
     def _prefill(self, runner: Runner) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ class Request:
     deadline: float | None
     """On the monotonic clock."""
     slot: int = -1
+    started: float = 0.0
+    """When it took its slot, in seconds since the epoch."""
     num_cached: int = 0
     """Tokens whose keys and values are in the slot, counted while it is filled."""
     fresh: Chunk = field(init=False)
@@ -66,9 +69,16 @@ class Request:
         self.fresh.token_version.append(version)
 
     def take_fresh(self, finish: FinishReason | None = None, error: str = "") -> Chunk:
-        """The tokens since the last call."""
+        """The tokens since the last call; with a finish reason, also which slot the request leaves now."""
         fresh, self.fresh = self.fresh, Chunk(self.id, [], [], [])
-        return Chunk(fresh.id, fresh.token_ids, fresh.logp, fresh.token_version, finish, error)
+        if finish is None:
+            return fresh
+        ended = max(self.started, time.time()) if self.slot >= 0 else 0.0
+        return Chunk(fresh.id, fresh.token_ids, fresh.logp, fresh.token_version, finish, error, self.slot, self.started, ended)
+
+    def take_slot(self, slot: int) -> None:
+        self.slot = slot
+        self.started = time.time()
 
     def outcome(self) -> FinishReason | None:
         """Whether the reply so far is complete."""

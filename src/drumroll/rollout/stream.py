@@ -1,0 +1,170 @@
+"""A stream: one demand for groups, and what it has at this moment. Nothing here waits or talks to anybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drumroll.life import Departure
+from drumroll.rollout.ledger import Sample
+from drumroll.rollout.population import kept_length_ratio
+from drumroll.rollout.source import GroupRequest, Source
+from drumroll.types import Group, SampleInfo, Sampling
+
+BlockRef = Any
+"""Opaque reference to a block: a list of trajectories somewhere in the cluster."""
+
+WINDOW_STEPS = 16
+"""Takes over which lengths are compared with those of all samples that were begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a stream accepts."""
+
+    sampling: Sampling
+    max_staleness: int = 0
+    min_group_size: int | None = None
+    """None: groups must be whole."""
+    extra_groups: int = 0
+    extra_samples: int = 0
+    tail_batching: bool = False
+    filters: Callable[[Group], str | None] | None = None
+    max_rejected: int = 0
+    """Groups rejected in one take before it gives up."""
+    max_failed: int = 0
+    """Groups among those that failed."""
+    is_urgent: bool = False
+    """Whether its samples go before those of other streams."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What a take brings: groups in the order of admission, and where their trajectories are."""
+
+    groups: tuple[Group, ...]
+    blocks: tuple[BlockRef, ...]
+    """Every block that holds a sample of `groups`; they hold others as well."""
+    departures: tuple[Departure, ...] = ()
+    """Every sample that has left the ledger since the last take, those of `groups` included."""
+    departed_blocks: tuple[BlockRef, ...] = ()
+    """Where those samples' trajectories are, as far as there are any."""
+    report: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[SampleInfo]:
+        return [sample for group in self.groups for sample in group.samples]
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group while its samples are under way, or while it waits to be taken."""
+
+    stream: Stream
+    request: GroupRequest
+    number: int
+    """Counts admissions of the stream."""
+    version: int
+    """The learner's when it was admitted."""
+    open: list[Sample]
+    """Members that have not ended."""
+    done: list[Sample] = field(default_factory=list)
+    engine: int = -1
+    """That holds the prompt's cache."""
+
+    @property
+    def metadata(self) -> Group:
+        members = sorted(self.done, key=lambda sample: sample.number)
+        return Group(self.request.name, tuple([sample.info for sample in members if sample.info is not None]))
+
+
+@dataclass(eq=False)
+class Stream:
+    """One demand for groups, from `RolloutScheduler.open` to `RolloutScheduler.close`."""
+
+    source: Source
+    policy: Policy
+    step_size: int = 0
+    """Groups that the latest take asked for."""
+    is_taking: bool = False
+    is_long_round: bool = False
+    queue: deque[Sample] = field(default_factory=deque)
+    """Admitted, and not yet leased."""
+    running: dict[int, OpenGroup] = field(default_factory=dict)
+    """Groups under way by number, in the order of admission."""
+    late: dict[int, OpenGroup] = field(default_factory=dict)
+    """Those of them that the take under way would rather have incomplete than leave to the next one."""
+    ready: list[OpenGroup] = field(default_factory=list)
+    put_off: deque[GroupRequest] = field(default_factory=deque)
+    """For a round of their own."""
+    again: deque[GroupRequest] = field(default_factory=deque)
+    """Complete, but more than a step needed: begun again in the next one."""
+    num_admitted: int = 0
+    is_exhausted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
+    rejected: Counter[str] = field(default_factory=Counter)
+    last_failure: str = ""
+    tally: Counter[str] = field(default_factory=Counter)
+    left: list[tuple[Departure, BlockRef | None]] = field(default_factory=list)
+    lengths: deque[tuple[list[int], list[int], list[int]]] = field(init=False)
+    """Of each of the latest takes: lengths that were kept, complete, and cut off."""
+
+    def __post_init__(self) -> None:
+        # Where nothing is ever cut off, each take tells all by itself.
+        policy = self.policy
+        is_selective = policy.extra_groups or policy.extra_samples or policy.max_staleness
+        self.lengths = deque([([], [], [])], maxlen=WINDOW_STEPS if is_selective else 1)
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be unfinished or unread at this moment."""
+        policy = self.policy
+        if policy.max_staleness:
+            return (policy.max_staleness + 1) * self.step_size
+        if not self.is_taking:
+            return 0
+        return self.step_size + (0 if self.is_long_round else policy.extra_groups)
+
+    def draw(self) -> GroupRequest | None:
+        """The next group, if there is room for one and one to be had."""
+        if self.error is not None or len(self.running) + len(self.ready) >= self.capacity:
+            return None
+        if self.is_long_round and self.put_off:
+            return self.put_off.popleft()
+        if self.again:
+            return self.again.popleft()
+        request = self.source.draw()
+        if request is None:
+            self.is_exhausted = True
+        return request
+
+    def forget(self, group: OpenGroup) -> None:
+        """The group is no longer under way."""
+        self.running.pop(group.number, None)
+        self.late.pop(group.number, None)
+
+    def report(self, chosen: Sequence[OpenGroup], version: int) -> dict[str, float]:
+        """What happened since the last take, which chose these groups for a learner at `version`."""
+        kept, complete, cut_off = ([length for take in self.lengths for length in take[kind]] for kind in range(3))
+        self.lengths.append(([], [], []))
+        tally, self.tally = self.tally, Counter()
+        rejections = {name: count for name, count in tally.items() if name.startswith("rejected_")}
+        report = {
+            "rollout/num_retried": float(tally["retried"]),
+            "rollout/num_rejected": float(sum(rejections.values())),
+            **{f"rollout/num_{name}": float(count) for name, count in rejections.items()},
+            "rollout/wasted_tokens": float(tally["wasted_tokens"]),
+            "rollout/kept_length_ratio": kept_length_ratio(kept, complete, cut_off),
+        }
+        if self.policy.max_staleness:
+            ages = [version - sample.info.oldest_version for group in chosen for sample in group.done if sample.info is not None]
+            report |= {
+                "rollout/age_max": float(max(ages, default=0)),
+                "rollout/age_mean": sum(ages) / max(1, len(ages)),
+                "rollout/stale_tokens": float(tally["stale_tokens"]),
+            }
+        return report
