@@ -1,4 +1,4 @@
-"""What the controller costs: processor time for each sample, with hundreds and with ten thousand engines, and memory for a million.
+"""What the controller costs: processor time for each sample, with a hundred and with ten thousand engines.
 
 The scheduler runs as in a real run, asynchronously and with recording: leases and results cross to environment workers as pickled
 messages, everybody who leaves the ledger is written into a store. Environment workers and engines are played by `Stage`, whose own
@@ -9,7 +9,6 @@ All the rest counts: scheduler, event loop, messages, recorder.
 from __future__ import annotations
 
 import asyncio
-import gc
 import heapq
 import pickle
 import random
@@ -24,6 +23,7 @@ from typing import Any
 from drumroll.bench.workload import SLOTS_PER_ENGINE, Groups
 from drumroll.life import stamp
 from drumroll.record.store import Writer
+from drumroll.rollout.garbage import seldom_collected
 from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.scheduler import Limits, RolloutScheduler
 from drumroll.rollout.simulation import VirtualLoop, simulate
@@ -46,6 +46,11 @@ class Cost:
     """Of the simulated workers and engines; not the controller's."""
 
 
+_UnderWay = tuple[float, int, str, str, str, str, int, int, bytes]
+"""When a sample ends, a number that breaks ties, its four names, attempt, version, life so far. Nothing in it concerns the garbage
+collector, whose work is the controller's here."""
+
+
 class Stage:
     """Environment workers and engines as a scheduler sees them: each sample ends some time after its lease has come.
 
@@ -58,15 +63,12 @@ class Stage:
         self.num_workers = max(2, num_engines // ENGINES_PER_WORKER)
         self.busy_s = 0.0
         self.version = 0
+        self.clock = loop.time
         self._loop = loop
         self._rng = random.Random(1)
-        self._under_way: list[list[tuple[float, int, int, bytes, Lease]]] = [[] for _ in range(self.num_workers)]
-        """Of each worker's samples, by their ends: end, a number that breaks ties, version, life so far, lease."""
+        self._under_way: list[list[_UnderWay]] = [[] for _ in range(self.num_workers)]
+        """Heaps, one for each worker."""
         self._num_leased = 0
-
-    @property
-    def now(self) -> float:
-        return self._loop.now
 
     async def lease(self, worker: int, leases: Sequence[Lease]) -> None:
         message = pickle.dumps(leases)
@@ -75,7 +77,8 @@ class Stage:
                 self._num_leased += 1
                 life = stamp("generating", self._loop.now, self.version, lease.engine, 0)
                 end = self._loop.now + self._rng.uniform(*REPLY_S)
-                heapq.heappush(self._under_way[worker], (end, self._num_leased, self.version, life, lease))
+                names = lease.sample_id, lease.group_id, lease.task.id, lease.task.domain
+                heapq.heappush(self._under_way[worker], (end, self._num_leased, *names, lease.attempt, self.version, life))
 
     async def abort(self, worker: int, attempts: Sequence[tuple[str, int]]) -> None:
         """Those end when they would have."""
@@ -86,8 +89,7 @@ class Stage:
         with self._clocked():
             infos = []
             while queue and queue[0][0] <= self._loop.now:
-                end, _, version, life, lease = heapq.heappop(queue)
-                infos.append(_result(worker, end, version, life, lease))
+                infos.append(_result(worker, heapq.heappop(queue)))
             message = pickle.dumps(WorkerReport(infos))
         return pickle.loads(message), message
 
@@ -98,12 +100,13 @@ class Stage:
         self.busy_s += time.process_time() - began
 
 
-def _result(worker: int, end: float, version: int, life: bytes, lease: Lease) -> SampleInfo:
+def _result(worker: int, ended: _UnderWay) -> SampleInfo:
+    end, _, sample_id, group_id, task_id, domain, attempt, version, life = ended
     return SampleInfo(
-        sample_id=lease.sample_id,
-        group_id=lease.group_id,
-        task_id=lease.task.id,
-        domain=lease.task.domain,
+        sample_id=sample_id,
+        group_id=group_id,
+        task_id=task_id,
+        domain=domain,
         reward=1.0,
         success=True,
         stop_reason="stop",
@@ -114,7 +117,7 @@ def _result(worker: int, end: float, version: int, life: bytes, lease: Lease) ->
         reward_parts={"exact": 1.0},
         metrics={},
         life=life + stamp("environment", end, -1, worker) + stamp("reward", end, -1, worker) + stamp("done", end, -1, worker),
-        attempt=lease.attempt,
+        attempt=attempt,
     )
 
 
@@ -122,7 +125,7 @@ async def _run(num_engines: int, num_samples: int, folder: Path) -> Cost:
     """Steps of half as many samples as there are slots, which are busy all the time. A sample counts half when it is admitted and
     half when it leaves; what the first steps cost is not counted."""
     stage = Stage(num_engines)
-    scheduler = RolloutScheduler(stage, seed=1, limits=Limits(), clock=lambda: stage.now)
+    scheduler = RolloutScheduler(stage, seed=1, limits=Limits(), clock=stage.clock)
     source = Groups(GROUP_SIZE)
     stream = scheduler.open(source, Policy(Sampling(), max_staleness=4, min_group_size=1, max_rejected=10**6))
     num_groups = sum(stage.slots) // (2 * GROUP_SIZE)
@@ -143,6 +146,5 @@ async def _run(num_engines: int, num_samples: int, folder: Path) -> Cost:
 
 
 def controller_cost(num_engines: int, num_samples: int) -> Cost:
-    gc.collect()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, seldom_collected():
         return simulate(_run(num_engines, num_samples, Path(folder)))

@@ -37,12 +37,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from drumroll.bench.controller import Cost, controller_cost
+from drumroll.bench.ledger import LedgerFigures
+from drumroll.bench.ledger import measure as measure_ledger
 from drumroll.bench.workload import SLOTS_PER_ENGINE, STALL_S, TOKEN_S, Cell, Groups, Lengths, Population, Scale, Sizes, training_s
+from drumroll.rollout.garbage import seldom_collected
 from drumroll.rollout.lease import Lease
 from drumroll.rollout.scheduler import Limits, RolloutScheduler
 from drumroll.rollout.simulation import Script, SimulatedCluster, simulate
@@ -51,8 +56,11 @@ from drumroll.types import SampleInfo, Sampling
 
 NUM_WORKERS = 4
 """Environment workers."""
-FULL, QUICK = Scale(), Scale(num_steps=30)
+FEW_ENGINES, MANY_ENGINES = 100, 10_000
+FULL, QUICK = Scale(), Scale(num_steps=20)
 FULL_SEEDS, QUICK_SEEDS = 20, 1
+WIDTH = 110
+"""Of the table, in characters."""
 BASE = Cell()
 """What the headline figures are of."""
 
@@ -71,6 +79,7 @@ class Simulated:
             Sampling(),
             max_staleness=self.max_staleness,
             min_group_size=4 if self.max_staleness else None,
+            keeps_stragglers=self.continues,
             extra_groups=self.extra_groups,
             tail_batching=self.tail_batching,
             max_rejected=10**6,
@@ -118,7 +127,8 @@ class Job:
         population = Population(self.cell, self.scale, self.seed)
         if self.policy in BASELINES:
             return run_baseline(self.policy, self.cell, self.scale, population)
-        return simulate(run_simulated(SIMULATED[self.policy], self.cell, self.scale, population, self.seed))
+        with seldom_collected():
+            return simulate(run_simulated(SIMULATED[self.policy], self.cell, self.scale, population, self.seed))
 
 
 # The baselines, and the bounds.
@@ -264,6 +274,22 @@ def _figures(contender: Simulated, cell: Cell, scale: Scale, steps: Sequence[Ste
 # All of it.
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A measurement of the controller: its costs with some number of engines, or a number of samples through the ledger."""
+
+    num_samples: int
+    num_engines: int = 0
+
+    def run(self) -> Cost | LedgerFigures:
+        return controller_cost(self.num_engines, self.num_samples) if self.num_engines else measure_ledger(self.num_samples)
+
+
+QUICK_COSTS = [Probe(80_000, MANY_ENGINES), Probe(20_000, FEW_ENGINES)]
+FULL_COSTS = [Probe(480_000, number) for number in (FEW_ENGINES, MANY_ENGINES) for _ in range(3)]
+QUICK_LEDGER, FULL_LEDGER = Probe(200_000), Probe(1_000_000)
+
+
 def all_cells() -> list[Cell]:
     lengths: tuple[Lengths, ...] = ("lognormal", "pareto")
     return [Cell(*factors) for factors in product(lengths, (128, 512), (False, True), (0.0, 0.3, 0.7))]
@@ -274,13 +300,15 @@ def quick_cells() -> list[Cell]:
     return [BASE, Cell(rho=0.3), Cell(rho=0.7), Cell(has_latency=True), Cell(slots=512), Cell(lengths="pareto")]
 
 
-def run_jobs(jobs: Sequence[Job], num_processes: int) -> list[Figures]:
-    """In the order of the jobs; each is a function of its values alone, wherever it runs."""
-    if num_processes == 1:
-        return [job.run() for job in jobs]
+def run_all(tasks: Sequence[Job | Probe], num_processes: int) -> list[Any]:
+    """In the order of the tasks."""
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = pool.map(Job.run, jobs)
-        return list(track(results, "simulating", total=len(jobs), console=Console(stderr=True), transient=True))
+        results = pool.map(_run, tasks)
+        return list(track(results, "measuring", total=len(tasks), console=Console(stderr=True), transient=True))
+
+
+def _run(task: Job | Probe) -> Any:
+    return task.run()
 
 
 def means(jobs: Sequence[Job], results: Sequence[Figures]) -> dict[tuple[Cell, str], Figures]:
@@ -319,6 +347,7 @@ def headline(rows: Mapping[tuple[Cell, str], Figures]) -> dict[str, float]:
 def table(rows: Mapping[tuple[Cell, str], Figures]) -> Table:
     names = ("policy", "step, s", "÷ bound", "slots busy", "wasted", "lost to hangs", "staleness", "kept length")
     made = Table(*names, box=None)
+    made.columns[0].no_wrap = True
     for column in made.columns[1:]:
         column.justify = "right"
     cell = None
@@ -339,27 +368,50 @@ def table(rows: Mapping[tuple[Cell, str], Figures]) -> Table:
     return made
 
 
+def controller_figures(probes: Sequence[Probe], results: Sequence[Any]) -> dict[str, float]:
+    """Medians of the repeats."""
+    few, many = (
+        [result for probe, result in zip(probes, results, strict=True) if probe.num_engines == number]
+        for number in (FEW_ENGINES, MANY_ENGINES)
+    )
+    few_us, many_us = (statistics.median(cost.controller_us for cost in costs) for costs in (few, many))
+    ledger = next(result for result in results if isinstance(result, LedgerFigures))
+    return {
+        "controller_us_100": few_us,
+        "controller_us_10k": many_us,
+        "controller_ratio_10k_100": many_us / few_us,
+        "controller_stage_us_10k": statistics.median(cost.stage_us for cost in many),
+        "ledger_num_samples": ledger.num_samples,
+        "ledger_million_rss_mib": ledger.rss_mib,
+        "ledger_us_per_sample": ledger.us_per_sample,
+        "store_bytes_per_sample": ledger.bytes_per_sample,
+        "store_rows_per_s": ledger.rows_per_s,
+    }
+
+
 def bench(*, quick: bool = False, num_seeds: int | None = None, num_processes: int | None = None, out: Path | None = None) -> None:
     """Run it, print the table and, last, one line of JSON; `out` gets every row as well."""
-    scale, cells = (QUICK, quick_cells()) if quick else (FULL, all_cells())
+    began = time.perf_counter()
+    num_processes = num_processes or os.cpu_count() or 1
+    scale, cells, costs, ledger = (
+        (QUICK, quick_cells(), QUICK_COSTS, QUICK_LEDGER) if quick else (FULL, all_cells(), FULL_COSTS, FULL_LEDGER)
+    )
     seeds = range(1, 1 + (num_seeds or (QUICK_SEEDS if quick else FULL_SEEDS)))
     jobs = [Job(cell, policy, seed, scale) for cell, policy, seed in product(cells, POLICIES, seeds)]
-    started = time.perf_counter()
-    results = run_jobs(jobs, num_processes or os.cpu_count() or 1)
-    rows = means(jobs, results)
-    Console().print(table(rows))
+    probes = [*costs, ledger]
+    # Costs are best measured on a machine that does nothing else; a quick look takes them beside the simulations.
+    results = run_all([*probes, *jobs], num_processes) if quick else run_all(probes, 1) + run_all(jobs, num_processes)
+    rows = means(jobs, results[len(probes) :])
+    Console(width=WIDTH).print(table(rows))
     summary = {
         "quick": quick,
         "num_seeds": len(seeds),
         "num_steps": scale.num_steps,
         **headline(rows),
-        "wall_s": time.perf_counter() - started,
+        **controller_figures(probes, results[: len(probes)]),
+        "wall_s": time.perf_counter() - began,
     }
     if out is not None:
-        out.write_text(
-            json.dumps(
-                {**summary, "rows": [{**asdict(cell), "policy": policy, **asdict(figures)} for (cell, policy), figures in rows.items()]},
-                indent=1,
-            )
-        )
+        records = [{**asdict(cell), "policy": policy, **asdict(figures)} for (cell, policy), figures in rows.items()]
+        out.write_text(json.dumps({**summary, "rows": records}, indent=1))
     print(json.dumps(summary))

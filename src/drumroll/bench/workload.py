@@ -109,7 +109,7 @@ def mean_tokens(cell: Cell) -> float:
         return MEDIAN_TOKENS * exp(SIGMA**2 / 2)
     least = 2.0 ** (-1.0 / PARETO_ALPHA)
     mean = least + (least - least**PARETO_ALPHA * PARETO_CAP ** (1.0 - PARETO_ALPHA)) / (PARETO_ALPHA - 1.0)
-    return MEDIAN_TOKENS * mean
+    return float(MEDIAN_TOKENS * mean)
 
 
 def training_s(cell: Cell, scale: Scale) -> float:
@@ -186,7 +186,7 @@ class Groups:
 
 def _normal_cdf(score: NDArray[np.float64]) -> NDArray[np.float64]:
     normal = NormalDist()
-    return np.vectorize(normal.cdf, otypes=[float])(score)
+    return np.array([normal.cdf(each) for each in score.ravel()]).reshape(score.shape)
 
 
 def _place(task_id: str, sample_id: str) -> tuple[int, int]:

@@ -189,7 +189,8 @@ class Fleet:
         """Pack, score and weigh the step's samples; tokens go from worker to worker and never come here."""
         assert isinstance(self._cfg, RlConfig)
         accepted = [(sample.sample_id, sample.attempt) for sample in rollout.samples if sample.reward is not None]
-        self.assembler.on(0, "pack", accepted, step - 1, self._cfg.rollout.max_staleness, *rollout.blocks)
+        witnesses = {group.group_id: group.witnesses for group in rollout.groups if group.witnesses}
+        self.assembler.on(0, "pack", accepted, step - 1, self._cfg.rollout.max_staleness, *rollout.blocks, witnesses=witnesses)
         ref_logp = self._score("reference", self.reference) if self.reference is not None else None
         old_logp = self._score("actor_train", self.trainers) if self._several_updates else None
         report, *shards = self.assembler.refs(0, 1 + self.trainers.world, "finish", step, ref_logp, old_logp)

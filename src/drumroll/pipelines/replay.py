@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import mean_of_updates
 from drumroll.record.store import Bounds, Filter, Reader
 from drumroll.rollout.stream import Rollout
-from drumroll.types import Group, SampleInfo
+from drumroll.types import Group, SampleInfo, Trajectory
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -85,10 +85,20 @@ def _before(checkpoints: CheckpointStore, step: int) -> tuple[Checkpoint, int]:
 def _again(step: int, recorded: Mapping[str, Any], fleet: Fleet, reader: Reader) -> Replayed:
     rows = reader.query(Filter(phase="train", step=Bounds.at(step), state="consumed"))
     block = [reader.load(row.sample_id) for row in rows]
-    rollout = Rollout((Group(f"step {step}", tuple(map(SampleInfo.of, block))),), (block,))
+    rollout = Rollout(tuple(_groups(step, block, reader)), (block,))
     batch = fleet.assemble(step, rollout)
     again = {**batch.report, **mean_of_updates(fleet.train(batch))}
     return Replayed(step, recorded, again, same_weights=fleet.digest() == recorded["weights"])
+
+
+def _groups(step: int, block: Sequence[Trajectory], reader: Reader) -> Iterator[Group]:
+    """The step's groups, with the rewards of members that an earlier step has trained on."""
+    members: dict[str, list[SampleInfo]] = {}
+    for trajectory in block:
+        members.setdefault(trajectory.group_id, []).append(SampleInfo.of(trajectory))
+    for name, infos in members.items():
+        earlier = reader.query(Filter(phase="train", group_id=name, state="consumed", step=Bounds(high=step, high_is_open=True)))
+        yield Group(name, tuple(infos), tuple(row.reward for row in earlier if row.reward is not None))
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from drumroll.types import Parcel, SampleInfo, Sampling, Task
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lease(Parcel):
-    """The order to run one sample's episode on one engine."""
+    """The order to run one sample's episode on one engine. Nobody changes one (see `SampleInfo`)."""
 
     sample_id: str
     group_id: str

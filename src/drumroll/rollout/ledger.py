@@ -27,6 +27,7 @@ class Sample:
     group_id: str
     task_id: str
     domain: str
+    seed: int = 0
     state: State = "admitted"
     life: bytes = b""
     attempt: int = -1

@@ -32,7 +32,7 @@ from drumroll.rollout.ledger import Ledger, Sample
 from drumroll.rollout.router import Pool, Router
 from drumroll.rollout.source import Source
 from drumroll.rollout.stream import BlockRef, OpenGroup, Policy, Rollout, Stream
-from drumroll.types import SampleInfo, sample_seed
+from drumroll.types import SampleInfo, sample_seeds
 
 POLL_WAIT_S = 5.0
 """How long a poll may wait for its first result."""
@@ -174,10 +174,11 @@ class RolloutScheduler:
             self._streams.remove(stream)
         stream.error = stream.error or RolloutError(f"the stream was closed: {reason}")
         stream.changed.set()
-        for group in [*stream.running.values(), *stream.ready]:
+        for group in [*stream.running.values(), *stream.ready, *stream.stragglers]:
             self._dismiss(group, "aborted", reason)
         stream.running.clear()
         stream.ready.clear()
+        stream.stragglers.clear()
         if any(sample.group.stream is stream for sample in self._leased.values()):
             self._closing.append(stream)
         return self._rollout(stream, [])
@@ -206,26 +207,38 @@ class RolloutScheduler:
     def _choose(self, stream: Stream, num_groups: int) -> list[OpenGroup] | None:
         """The groups of this take, or None while there are too few. Older groups go before younger ones.
 
-        A group whose finished members would be too old for the next step is taken without those that are still under way."""
+        A group whose finished members would be too old for the next step is taken without those that are still under way. These come
+        as stragglers with the first take after their end, in addition to the groups that it asks for."""
         if len(stream.ready) + len(stream.late) < num_groups:
             return None
         for group in list(stream.late.values()):
-            self._cut(group)
-            if (reason := self._judge(group)) is not None:
+            if not group.witnesses and (reason := self._judge(group)) is not None:
                 self._reject(group, reason)
-                continue
-            stream.ready.append(group)
-        if stream.policy.extra_groups == 0 or stream.policy.max_staleness:
-            stream.ready.sort(key=lambda group: group.number)
-        if len(stream.ready) < num_groups:
+        candidates = stream.ready + [group for group in stream.late.values() if not group.witnesses]
+        if len(candidates) < num_groups:
             return None
-        chosen, stream.ready = stream.ready[:num_groups], stream.ready[num_groups:]
-        return sorted(chosen, key=lambda group: group.number)
+        if stream.policy.extra_groups == 0 or stream.policy.max_staleness:
+            candidates.sort(key=lambda group: group.number)
+        chosen = candidates[:num_groups]
+        stream.ready = [group for group in candidates[num_groups:] if group.number not in stream.late]
+        chosen += [group for group in stream.late.values() if group.witnesses] + stream.stragglers
+        stream.stragglers = []
+        return sorted([self._finished_part(group) for group in chosen], key=lambda group: group.number)
+
+    def _finished_part(self, group: OpenGroup) -> OpenGroup:
+        """The group, or of a late one the members that have ended."""
+        if not group.open:
+            return group
+        if group.stream.policy.keeps_stragglers:
+            del group.stream.late[group.number]
+            return group.split()
+        self._cut(group)
+        return group
 
     def _is_last_chance(self, group: OpenGroup) -> bool:
         """Whether a group is worth training on now, incomplete as it is, and less so one version later."""
         oldest = self.ledger.version - group.stream.policy.max_staleness
-        if group.version > oldest or not group.stream.policy.max_staleness or len(group.done) < self._min_size(group):
+        if group.version > oldest or not group.stream.policy.max_staleness or len(group.done) < group.min_size:
             return False
         return min(sample.info.oldest_version for sample in group.done if sample.info is not None) <= oldest
 
@@ -234,7 +247,7 @@ class RolloutScheduler:
         if not stream.policy.max_staleness:
             return
         oldest = self.ledger.version - stream.policy.max_staleness
-        for group in [*stream.ready, *stream.running.values()]:
+        for group in [*stream.ready, *stream.stragglers, *stream.running.values()]:
             if group.version >= oldest:
                 continue
             stale = [sample for sample in group.done if self._is_stale(sample)]
@@ -243,9 +256,9 @@ class RolloutScheduler:
             group.done = [sample for sample in group.done if sample not in stale]
             for sample in stale:
                 self._drop(sample)
-            if len(group.done) + len(group.open) < self._min_size(group):
+            if len(group.done) + len(group.open) < group.min_size:
                 self._reject(group, "stale")
-            elif not group.open and (reason := self._judge(group)) is not None:  # it is another group without them
+            elif not group.open and not group.witnesses and (reason := self._judge(group)) is not None:  # it is another group without them
                 self._reject(group, reason)
 
     def _is_stale(self, sample: Sample) -> bool:
@@ -265,7 +278,8 @@ class RolloutScheduler:
                 assert sample.info is not None
                 stream.lengths[-1][0].append(sample.info.num_new_tokens)
                 self._leave(sample, "consumed")
-            stream.source.settle(group.request.group_id)
+            if not group.witnesses:
+                stream.source.settle(group.request.group_id)
 
     def _dismiss_surplus(self, stream: Stream) -> None:
         """What a synchronous step did not need: the next one has other weights."""
@@ -304,7 +318,7 @@ class RolloutScheduler:
             self.ledger.follow(sample, info.life)
             if info.fault == "engine":
                 self._give_pause(self.router.engines, sample.engine)
-            else:
+            elif info.stop_reason != "aborted":
                 self.router.engines.succeeded(sample.engine)
             if sample.is_unwanted:
                 self._cut_off(sample, info, block)
@@ -328,15 +342,18 @@ class RolloutScheduler:
             self._settle_group(group, "stale")
             return
         group.done.append(sample)
-        if len(group.done) == group.request.size:
+        if len(group.done) + len(group.witnesses) == group.request.size:
             self._cut(group)
         self._settle_group(group, "failed")
 
     def _settle_group(self, group: OpenGroup, loss: str) -> None:
         """Accept or reject a group that is complete, or that can no longer be, because it has lost members by `loss`."""
         stream = group.stream
-        if len(group.done) + len(group.open) < self._min_size(group):
+        if len(group.done) + len(group.open) < group.min_size:
             self._reject(group, loss)
+        elif not group.open and group.witnesses:
+            stream.forget(group)
+            stream.stragglers.append(group)
         elif not group.open:
             stream.forget(group)
             reason = self._judge(group)
@@ -403,16 +420,13 @@ class RolloutScheduler:
         stream.num_admitted += 1
         stream.running[group.number] = group
         name, task = request.name, request.task
-        for number in range(request.size + (0 if stream.is_long_round else stream.policy.extra_samples)):
-            sample = Sample(f"{name}/{number:03d}", group, number, name, task.id, task.domain)
+        size = request.size + (0 if stream.is_long_round else stream.policy.extra_samples)
+        for number, seed in enumerate(sample_seeds(self._seed, (*request.seed_parts, task.id), range(size))):
+            sample = Sample(f"{name}/{number:03d}", group, number, name, task.id, task.domain, seed)
             self.ledger.admit(sample)
             group.open.append(sample)
         stream.queue.extend(group.open)
         return True
-
-    def _min_size(self, group: OpenGroup) -> int:
-        least = group.stream.policy.min_group_size
-        return group.request.size if least is None else min(least, group.request.size)
 
     def _cut(self, group: OpenGroup) -> None:
         """The group goes on without the members that are still under way."""
@@ -421,18 +435,22 @@ class RolloutScheduler:
         group.stream.forget(group)
 
     def _reject(self, group: OpenGroup, reason: str) -> None:
-        """The group is of no use; a replacement is drawn, unless too many have been."""
+        """The group is of no use; a replacement is drawn, unless too many have been. Stragglers need none."""
         stream = group.stream
         stream.forget(group)
-        if group in stream.ready:
-            stream.ready.remove(group)
-        stream.source.settle(group.request.group_id)
+        for place in (stream.ready, stream.stragglers):
+            if group in place:
+                place.remove(group)
         self._dismiss(group, "filtered", reason)
+        if group.witnesses:
+            return
+        stream.source.settle(group.request.group_id)
         kind = reason.partition(":")[0]
         stream.rejected[kind] += 1
         stream.tally[f"rejected_{kind}"] += 1
+        is_short = len(stream.ready) < stream.step_size  # otherwise this was a hunt for later steps
         if stream.error is None and (
-            stream.rejected.total() > stream.policy.max_rejected or stream.rejected["failed"] > stream.policy.max_failed
+            (is_short and stream.rejected.total() > stream.policy.max_rejected) or stream.rejected["failed"] > stream.policy.max_failed
         ):
             stream.error = RolloutError(self._tell_rejected(stream))
         if stream.is_taking:
@@ -554,7 +572,7 @@ class RolloutScheduler:
             sample_id=sample.sample_id,
             group_id=sample.group_id,
             task=request.task,
-            seed=sample_seed(self._seed, *request.seed_parts, request.task.id, sample.number),
+            seed=sample.seed,
             sampling=policy.sampling,
             engine=engine,
             attempt=sample.attempt,
@@ -674,13 +692,16 @@ class RolloutScheduler:
     def _rollout(self, stream: Stream, chosen: Sequence[OpenGroup]) -> Rollout:
         left, stream.left = stream.left, []
         report = {**stream.report(chosen, self.ledger.version), **self._report(stream)} if chosen else {}
-        return Rollout(
+        rollout = Rollout(
             groups=tuple([group.metadata for group in chosen]),
             blocks=_unique([sample.block for group in chosen for sample in group.done]),
             departures=tuple([departure for departure, _ in left]),
             departed_blocks=_unique([block for _, block in left if block is not None]),
             report=report,
         )
+        for group in chosen:  # samples know their group: without this they would wait for the garbage collector
+            group.done = []
+        return rollout
 
     def _report(self, stream: Stream) -> dict[str, float]:
         """How busy everybody was since the last report. These figures depend on timing."""

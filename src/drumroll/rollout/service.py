@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from drumroll.rollout.garbage import seldom_collected
 from drumroll.rollout.scheduler import Limits, RolloutScheduler, Transport
 from drumroll.rollout.source import Source
 from drumroll.rollout.stream import Policy, Rollout, Stream
@@ -32,8 +34,10 @@ class RolloutService:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-scheduler", daemon=True)
         self._scheduler = RolloutScheduler(transport, seed=seed, limits=limits, max_in_flight=max_in_flight)
         self._is_stopped = False
+        self._exit = ExitStack()
 
     def __enter__(self) -> Self:
+        self._exit.enter_context(seldom_collected())
         self._thread.start()
         return self
 
@@ -42,6 +46,7 @@ class RolloutService:
             self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=STOP_S)
+        self._exit.close()
 
     def open(self, source: Source, policy: Policy) -> Stream:
         return self._wait(self._open(source, policy))

@@ -29,6 +29,9 @@ class Policy:
     max_staleness: int = 0
     min_group_size: int | None = None
     """None: groups must be whole."""
+    keeps_stragglers: bool = True
+    """Where a group must be used before its last members have ended: whether these go on, and are compared with the others when they
+    end. That needs engines whose unfinished replies go on with new weights; otherwise they are aborted."""
     extra_groups: int = 0
     extra_samples: int = 0
     tail_batching: bool = False
@@ -74,11 +77,27 @@ class OpenGroup:
     done: list[Sample] = field(default_factory=list)
     engine: int = -1
     """That holds the prompt's cache."""
+    witnesses: tuple[float, ...] = ()
+    """Rewards of members that have been taken already; the others are stragglers."""
+
+    @property
+    def min_size(self) -> int:
+        """Members that it must have to be used. Stragglers are welcome one by one."""
+        least = self.stream.policy.min_group_size
+        return 1 if self.witnesses else self.request.size if least is None else min(least, self.request.size)
 
     @property
     def metadata(self) -> Group:
         members = sorted(self.done, key=lambda sample: sample.number)
-        return Group(self.request.name, tuple([sample.info for sample in members if sample.info is not None]))
+        return Group(self.request.name, tuple([sample.info for sample in members if sample.info is not None]), self.witnesses)
+
+    def split(self) -> OpenGroup:
+        """The members that have ended, as a group of their own; the stragglers stay."""
+        part = OpenGroup(self.stream, self.request, self.number, self.version, [], self.done, self.engine, self.witnesses)
+        rewards = [sample.info.reward for sample in self.done if sample.info is not None]
+        self.witnesses += tuple([reward for reward in rewards if reward is not None])
+        self.done = []
+        return part
 
 
 @dataclass(eq=False)
@@ -98,6 +117,8 @@ class Stream:
     late: dict[int, OpenGroup] = field(default_factory=dict)
     """Those of them that the take under way would rather have incomplete than leave to the next one."""
     ready: list[OpenGroup] = field(default_factory=list)
+    stragglers: list[OpenGroup] = field(default_factory=list)
+    """What is left of groups that were taken before, ready for the next take in addition to its groups."""
     put_off: deque[GroupRequest] = field(default_factory=deque)
     """For a round of their own."""
     again: deque[GroupRequest] = field(default_factory=deque)

@@ -6,7 +6,7 @@ blocks ──pack──► whole batch ──► shards to score ──► (ref_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,17 +42,30 @@ class Assembler:
         self._constant_length = constant_length
         self._demonstrations = Demonstrations(**demonstrations, seed=seed) if demonstrations else None
         self._batch: Batch | None = None
+        self._witnesses: list[tuple[int, float]] = []
+        """Group and reward of trajectories that are compared with the batch's and not in it."""
         self._ages: dict[str, float] = {}
 
-    def pack(self, accepted: Collection[tuple[str, int]], version: int, max_staleness: int, *blocks: Sequence[Trajectory]) -> None:
+    def pack(
+        self,
+        accepted: Collection[tuple[str, int]],
+        version: int,
+        max_staleness: int,
+        *blocks: Sequence[Trajectory],
+        witnesses: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
         """Begin a step of the trainers that are at `version`.
 
         Of the blocks only the accepted attempts, as (sample id, attempt), with a verdict enter; of their tokens only those that are at
-        most `max_staleness` versions old. A trajectory that has none left stays out, and its group is compared without it.
+        most `max_staleness` versions old. A trajectory that has none left stays out, and its group is compared without it. `witnesses`
+        are rewards, by group, of members that were trained on before.
         """
         chosen = [t for t in _attempts(accepted, blocks) if t.trainable]
         young = [_without_older(t, version - max_staleness) for t in chosen]
-        self._batch = pack([t for t in young if t.trainable])
+        fresh = sorted((t for t in young if t.trainable), key=lambda t: t.sample_id)
+        self._batch = pack(fresh)
+        groups = {t.group_id: number for t, number in zip(fresh, self._batch.group_index.tolist(), strict=True)}
+        self._witnesses = [(groups[name], reward) for name, rewards in (witnesses or {}).items() if name in groups for reward in rewards]
         num_tokens, num_young = (sum(t.num_new_tokens for t in part) for part in (chosen, young))
         masked = (num_tokens - num_young) / max(1, num_tokens)
         self._ages = {"batch/masked_token_ratio": masked, **_staleness(self._batch, version, max_staleness)}
@@ -69,7 +82,7 @@ class Assembler:
             batch = batch.with_fields(ref_logp=self._whole(ref_logp))
         if old_logp is not None:
             batch = batch.with_fields(old_logp=self._whole(old_logp))
-        batch = batch.with_fields(advantages=self._algorithm.advantage(batch))
+        batch = batch.with_fields(advantages=self._algorithm.advantage(_with_witnesses(batch, self._witnesses)))
         updates = self._updates(batch, step)
         self._batch = None
         return self._report(batch), *([update[rank] for update in updates] for rank in range(self._num_shards))
@@ -166,3 +179,20 @@ def _staleness(batch: Batch, version: int, max_staleness: int) -> dict[str, floa
     assert oldest <= max_staleness, f"a token of version {version - oldest} would be trained on at {version}: {max_staleness} is the limit"
     assert newest >= 0, f"a token of version {version - newest} cannot exist while the trainers are at {version}"
     return {"batch/staleness_mean": float(staleness.double().mean()), "batch/staleness_max": float(oldest)}
+
+
+def _with_witnesses(batch: Batch, witnesses: Sequence[tuple[int, float]]) -> Batch:
+    """The batch with a trajectory without tokens for each witness, at its end: the tokens stay where they are."""
+    if not witnesses:
+        return batch
+    groups, rewards = zip(*witnesses, strict=True)
+    end = batch.offsets[-1:].expand(len(witnesses))
+    return batch.with_fields(
+        sample_ids=(*batch.sample_ids, *(f"witness/{number}" for number in range(len(witnesses)))),
+        offsets=torch.cat([batch.offsets, end]),
+        rewards=torch.cat([batch.rewards, torch.tensor(rewards, dtype=batch.rewards.dtype)]),
+        group_index=torch.cat([batch.group_index, torch.tensor(groups, dtype=batch.group_index.dtype)]),
+        temperature=torch.cat([batch.temperature, batch.temperature.new_ones(len(witnesses))]),
+        top_p=torch.cat([batch.top_p, batch.top_p.new_ones(len(witnesses))]),
+        top_k=torch.cat([batch.top_k, batch.top_k.new_zeros(len(witnesses))]),
+    )

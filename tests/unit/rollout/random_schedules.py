@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import multiprocessing
 import random
+import re
 import sys
 import time
 import traceback
@@ -156,6 +157,7 @@ def draw(seed: int) -> Schedule:
         filters=Rejects(rejects) if rejects else None,
         max_rejected=10 * groups,
         max_failed=5 * groups,
+        keeps_stragglers=rng.random() < 0.7,
     )
     samples = Samples(
         seed=seed,
@@ -306,7 +308,7 @@ async def _run(schedule: Schedule) -> Outcome:
                 cluster.push(version + 1)
         except DrumrollError as error:
             outcome.error = error
-            _check_legitimate(schedule, stream, error)
+            _check_legitimate(schedule, error)
         outcome.leftovers.append(await scheduler.stop())
         outcome.ended_s = cluster.loop.now
         _check_rest(schedule, cluster, scheduler)
@@ -325,7 +327,7 @@ async def _evaluate(scheduler: RolloutScheduler, outcome: Outcome, version: int)
     outcome.leftovers.append(scheduler.close(stream))
 
 
-def _check_legitimate(schedule: Schedule, stream: Stream, error: DrumrollError) -> None:
+def _check_legitimate(schedule: Schedule, error: DrumrollError) -> None:
     """Whether what was drawn explains that the rollouts gave up."""
     if not isinstance(error, RolloutError) or ("rejected" not in str(error) and "failed" not in str(error)):
         raise error
@@ -334,8 +336,15 @@ def _check_legitimate(schedule: Schedule, stream: Stream, error: DrumrollError) 
         "failed": schedule.has_faults,
         "stale": schedule.policy.max_staleness > 0,
     }
-    assert stream.rejected.total() > schedule.policy.max_failed, f"gave up after {stream.rejected}: {error}"
-    assert all(explained[kind] for kind in stream.rejected), f"nothing explains {stream.rejected}: {error}"
+    told = {kind: int(count) for count, kind in re.findall(r"(\d+) (?:× (\w+)|groups failed)", str(error))}
+    told = {kind or "failed": count for kind, count in told.items()}
+    policy = schedule.policy
+    has_met_cap = sum(told.values()) > policy.max_rejected or told.get("failed", 0) > policy.max_failed
+    assert has_met_cap, f"gave up too soon, by its own words: {error}"
+    assert all(explained[kind] for kind in told), f"nothing that was drawn explains this: {error}"
+    accepted = re.search(r"while (\d+) of the (\d+) ", str(error))
+    if accepted and told.get("failed", 0) <= policy.max_failed:
+        assert int(accepted[1]) < int(accepted[2]), f"gave up, and had what it needed: {error}"
 
 
 def _check_rest(schedule: Schedule, cluster: SimulatedCluster, scheduler: RolloutScheduler) -> None:
@@ -393,8 +402,10 @@ def check_outcome(schedule: Schedule, outcome: Outcome) -> None:
     seen: set[str] = set()
     for version, stream, rollout in outcome.rollouts:
         _check_rollout(schedule, version, stream, rollout)
-        names = {group.group_id for group in rollout.groups}
+        names = {group.group_id for group in rollout.groups if not group.witnesses}
         assert not names & seen, f"taken twice: {names & seen}"
+        late = {group.group_id for group in rollout.groups if group.witnesses}
+        assert late <= seen, f"stragglers of groups that were never taken: {late - seen}"
         seen |= names
     if not schedule.has_faults and not schedule.policy.filters and not schedule.policy.max_staleness:
         assert outcome.error is None, f"nothing went wrong, and yet: {outcome.error}"
@@ -443,14 +454,18 @@ def _check_rollout(schedule: Schedule, version: int, stream: Stream, rollout: Ro
     policy = stream.policy
     consumed = {departure.sample_id: departure.attempt for departure in rollout.departures if departure.state == "consumed"}
     assert consumed == {sample.sample_id: sample.attempt for sample in rollout.samples}, "what was consumed is not what was taken"
-    assert len(rollout.groups) == stream.step_size
+    assert len([group for group in rollout.groups if not group.witnesses]) == stream.step_size
     size = schedule.group_size if policy is schedule.policy else 2
     least = size if policy.min_group_size is None else policy.min_group_size
     for group in rollout.groups:
-        assert least <= len(group.samples) <= size, f"{group.group_id} has {len(group.samples)} members, not {least} to {size}"
+        if group.witnesses:
+            assert policy.keeps_stragglers
+            assert 0 < len(group.samples) <= size - len(group.witnesses), f"{group.group_id}: {len(group.samples)} stragglers"
+        else:
+            assert least <= len(group.samples) <= size, f"{group.group_id} has {len(group.samples)} members, not {least} to {size}"
+            assert policy.filters is None or policy.filters(group) is None, f"{group.group_id} was to be rejected"
         assert {sample.group_id for sample in group.samples} <= {group.group_id}
         assert len({sample.sample_id for sample in group.samples}) == len(group.samples)
-        assert policy.filters is None or policy.filters(group) is None, f"{group.group_id} was to be rejected"
         for sample in group.samples:
             _check_sample(policy, version, sample)
     if not policy.tail_batching:

@@ -340,6 +340,20 @@ def test_the_cap_is_of_one_take() -> None:
     play(scene)
 
 
+def test_a_hunt_for_more_than_the_step_needs_does_not_end_the_run() -> None:
+    """Between two takes the buffer fills: what is rejected meanwhile counts only while the next step lacks something."""
+
+    async def scene(stage: Stage) -> None:
+        picky = lambda group: "no" if group.group_id > "g002" and int(group.group_id[1:]) % 8 else None  # noqa: E731
+        stream = stage.open(Groups(size=1), filters=picky, max_staleness=4, max_rejected=9)
+        for step in range(8):
+            await stage.scheduler.take(stream, 1, version=step)
+            await asyncio.sleep(100.0)
+            stage.cluster.push(step + 1)
+
+    play(scene)
+
+
 @pytest.mark.parametrize("error", [RolloutError("group filter 'mine' failed on group 'g000'"), ZeroDivisionError("by zero")])
 def test_a_filter_that_raises_is_heard(error: Exception) -> None:
     def broken(group: Group) -> str | None:
@@ -627,7 +641,7 @@ def test_waiting_for_the_environment_makes_tokens_old_as_well() -> None:
 
 def test_a_group_is_taken_without_its_last_members_when_the_others_would_be_too_old_next_time() -> None:
     async def scene(stage: Stage) -> None:
-        stream = stage.open(Groups(size=3), max_staleness=1, min_group_size=2)
+        stream = stage.open(Groups(size=3), max_staleness=1, min_group_size=2, keeps_stragglers=False)
         await stage.scheduler.take(stream, 1, version=0)  # g000; g001 is under way
         await asyncio.sleep(5.0)
         stage.cluster.push(1)
@@ -641,6 +655,25 @@ def test_a_group_is_taken_without_its_last_members_when_the_others_would_be_too_
         assert "g001/002" in by_state(left.departures)["aborted"]
 
     play(scene, tokens_by(lambda group, member: 5000 if (group, member) == (1, 2) else 20), slots=8)
+
+
+def test_stragglers_are_taken_when_they_end_and_compared_with_the_members_before_them() -> None:
+    async def scene(stage: Stage) -> None:
+        stream = stage.open(Groups(size=3), max_staleness=1, min_group_size=2)
+        await stage.scheduler.take(stream, 1, version=0)  # g000; g001 is under way
+        await asyncio.sleep(5.0)
+        stage.cluster.push(1)
+        early = await stage.scheduler.take(stream, 1, version=1)
+        assert [(group.group_id, len(group.samples), group.witnesses) for group in early.groups] == [("g001", 2, ())]
+        assert "g001/002" in {lease.sample_id for lease in _running(stage)}
+        await asyncio.sleep(5000 * TOKEN_S)
+        stage.cluster.push(2)
+        late = await stage.scheduler.take(stream, 1, version=2)
+        assert [(len(group.samples), len(group.witnesses)) for group in late.groups] == [(1, 2), (3, 0)]
+        assert [sample.sample_id for sample in late.groups[0].samples] == ["g001/002"]
+        await stage.scheduler.stop()
+
+    play(scene, tokens_by(lambda group, member: 5000 if (group, member) == (1, 2) else 20), slots=8, limits=Limits(deadline_s=1e5))
 
 
 def _running(stage: Stage) -> list[Lease]:

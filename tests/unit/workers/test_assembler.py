@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,18 @@ def test_advantages_are_over_whole_groups_though_these_are_split_over_ranks() ->
         group = [float(other.reward or 0) for other in STEP if other.group_id == t.group_id]
         expected = np.where(t.loss_mask, float(t.reward or 0) - sum(group) / len(group), 0.0)
         np.testing.assert_allclose(found[t.sample_id], expected, atol=1e-6)
+
+
+def test_stragglers_are_compared_with_members_that_were_trained_on_before() -> None:
+    """The advantage of a late member is what it would have been beside the others."""
+    group = [replace(trajectory(number, float(number == 1)), group_id="g") for number in range(4)]
+    whole, late = assembler(1), assembler(1)
+    _, ranks = finished(whole, group)
+    late.pack([(group[1].sample_id, 0)], 0, 0, group, witnesses={"g": [0.0, 0.0, 0.0], "gone": [1.0]})
+    _, *alone = late.finish(1, None, None)
+    name = group[1].sample_id
+    assert by_sample(alone, 0, "advantages") == {name: by_sample(ranks, 0, "advantages")[name]}
+    assert alone[0][0].num_trajectories == 1
 
 
 def test_only_accepted_attempts_with_a_verdict_train() -> None:
