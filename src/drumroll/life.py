@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 State = Literal["admitted", "leased", "environment", "waiting", "generating", "reward", "done", "consumed", "filtered", "aborted", "failed"]
 """admitted: wanted, and not yet handed out; leased: on its way to an environment worker; environment: the environment thinks;
@@ -74,25 +74,24 @@ def last_state(life: bytes) -> State:
     return STATES[life[-_STAMP.size]]
 
 
-def check_order(state: State, life: bytes) -> State:
-    """The state that `life` leads to from `state`; a `ValueError` where it takes a way that does not exist."""
-    for offset in range(0, len(life), _STAMP.size):
-        follower = STATES[life[offset]]
+def retrace(state: State, life: bytes) -> tuple[State, dict[State, float]]:
+    """Where `life` leads from `state`, and how long it spent in each of its own states; the last one has no end. A `ValueError` where
+    it takes a way that does not exist."""
+    seconds: dict[State, float] = {}
+    began: float | None = None
+    for code, time, _, _, _ in _STAMP.iter_unpack(life):
+        follower = STATES[code]
         if follower not in FOLLOWERS[state]:
             raise ValueError(f"a sample that is {state} cannot become {follower}")
-        state = follower
-    return state
+        if began is not None:
+            seconds[state] = seconds.get(state, 0.0) + time - began
+        state, began = follower, time
+    return state, seconds
 
 
-def seconds_by_state(life: bytes) -> dict[State, float]:
-    """How long it spent in each state; the last one has no end."""
-    seconds: dict[State, float] = {}
-    before: tuple[State, float] | None = None
-    for code, time, *_ in _STAMP.iter_unpack(life):
-        if before is not None:
-            seconds[before[0]] = seconds.get(before[0], 0.0) + time - before[1]
-        before = STATES[code], time
-    return seconds
+def check_order(state: State, life: bytes) -> State:
+    """The state that `life` leads to from `state`; a `ValueError` where it takes a way that does not exist."""
+    return retrace(state, life)[0]
 
 
 class Departure(NamedTuple):
@@ -109,6 +108,13 @@ class Departure(NamedTuple):
     life: bytes
     reason: str = ""
     """Why it was filtered, aborted or failed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _departure, (tuple(self),)  # a third of what pickling a named tuple costs
+
+
+def _departure(values: tuple[Any, ...]) -> Departure:
+    return tuple.__new__(Departure, values)
 
 
 class Span(NamedTuple):

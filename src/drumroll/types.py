@@ -8,9 +8,10 @@ This module imports neither torch nor ray; `Batch` holds tensors that others mad
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -53,7 +54,20 @@ class Parcel:
     __match_args__: tuple[str, ...]
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
-        return type(self), tuple([getattr(self, name) for name in self.__match_args__])
+        kind = type(self)
+        return kind, _values_of(kind)(self)
+
+
+_getters: dict[type[Parcel], Callable[[Any], tuple[Any, ...]]] = {}
+
+
+def _values_of(kind: type[Parcel]) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads all fields of a parcel in one call."""
+    getter = _getters.get(kind)
+    if getter is None:
+        names = kind.__match_args__
+        getter = _getters[kind] = attrgetter(*names) if len(names) > 1 else lambda parcel: (getattr(parcel, names[0]),)
+    return getter
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumroll.life import FINAL, FOLLOWERS, STATES, Stamp, State, check_order, last_state, pack_life, seconds_by_state, stamp, unpack_life
+from drumroll.life import FINAL, FOLLOWERS, STATES, Stamp, State, check_order, last_state, pack_life, retrace, stamp, unpack_life
 
 times = st.floats(0, 1e10, allow_nan=False)
 small = st.integers(-1, 2**15 - 1)
@@ -57,14 +57,15 @@ def test_seconds_add_up_over_turns_and_the_last_state_has_no_end() -> None:
     life = pack_life(
         [Stamp("waiting", 1.0), Stamp("generating", 3.0), Stamp("environment", 7.0), Stamp("generating", 7.5), Stamp("done", 9.0)]
     )
-    assert seconds_by_state(life) == {"waiting": 2.0, "generating": 5.5, "environment": 0.5}
-    assert seconds_by_state(b"") == {}
-    assert seconds_by_state(stamp("waiting", 5.0)) == {}
+    assert retrace("leased", life)[1] == {"waiting": 2.0, "generating": 5.5, "environment": 0.5}
+    assert retrace("leased", b"")[1] == {}
+    assert retrace("leased", stamp("waiting", 5.0))[1] == {}
 
 
-@given(st.lists(stamps, min_size=1, max_size=20))
-def test_seconds_make_up_the_whole_life(life: list[Stamp]) -> None:
-    life.sort(key=lambda each: each.time)
-    spent = seconds_by_state(pack_life(life))
+@given(st.lists(times, min_size=1, max_size=20))
+def test_seconds_make_up_the_whole_life(moments: list[float]) -> None:
+    turns: list[State] = ["environment", "generating"]
+    life = [Stamp(turns[number % 2], moment) for number, moment in enumerate(sorted(moments))]
+    _, spent = retrace("leased", pack_life(life))
     assert sum(spent.values()) == pytest.approx(life[-1].time - life[0].time, abs=1e-3)
     assert all(seconds >= 0 for seconds in spent.values())

@@ -59,7 +59,7 @@ NUM_WORKERS = 4
 FEW_ENGINES, MANY_ENGINES = 100, 10_000
 FULL, QUICK = Scale(), Scale(num_steps=20)
 FULL_SEEDS, QUICK_SEEDS = 20, 1
-WIDTH = 110
+WIDTH = 120
 """Of the table, in characters."""
 BASE = Cell()
 """What the headline figures are of."""
@@ -198,17 +198,20 @@ class Step:
     num_wasted: float
     num_lost: int
     """To hangs."""
+    sampling_s: float
+    """Of all slots together."""
     staleness: int
 
 
 async def run_simulated(contender: Simulated, cell: Cell, scale: Scale, population: Population, seed: int) -> Figures:
     """All steps of one policy: take, train for as long as an update takes, hand the weights over."""
-    num_lost = 0
+    hung: list[int] = []
+    """Tokens of each reply that hangs."""
 
     def workload(lease: Lease) -> Script:
-        nonlocal num_lost
         script = population.script(lease)
-        num_lost += int(script.num_tokens * (script.hangs_at or 0.0))
+        if script.hangs_at is not None:
+            hung.append(int(script.num_tokens * script.hangs_at))
         return script
 
     num_engines = cell.slots // SLOTS_PER_ENGINE
@@ -220,7 +223,7 @@ async def run_simulated(contender: Simulated, cell: Cell, scale: Scale, populati
     stream = scheduler.open(source, contender.policy())
     steps: list[Step] = []
     for version in range(scale.num_steps):
-        began, lost_before = cluster.loop.now, num_lost
+        began, occupied_s = cluster.loop.now, cluster.slot_seconds()
         rollout = await scheduler.take(stream, scale.num_groups, version)
         await asyncio.sleep(training_s(cell, scale))
         cluster.push(version + 1)
@@ -234,10 +237,12 @@ async def run_simulated(contender: Simulated, cell: Cell, scale: Scale, populati
                 num_trained=num_trained,
                 num_masked=sum(cluster.tokens_older_than(oldest, sample) for sample in samples),
                 num_wasted=rollout.report["rollout/wasted_tokens"] + rollout.report.get("rollout/stale_tokens", 0.0),
-                num_lost=num_lost - lost_before,
+                num_lost=sum(hung),
+                sampling_s=cluster.slot_seconds() - occupied_s - STALL_S * len(hung),
                 staleness=max(_staleness(sample, version, contender.max_staleness) for sample in samples),
             )
         )
+        hung.clear()
     await scheduler.stop()
     return _figures(contender, cell, scale, steps, population.sizes(0, source.num_drawn))
 
@@ -263,7 +268,7 @@ def _figures(contender: Simulated, cell: Cell, scale: Scale, steps: Sequence[Ste
     return Figures(
         step_s=wall_s / len(measured),
         over_bound=wall_s / ideal_s,
-        utilisation=num_sampled * TOKEN_S / (cell.slots * wall_s),
+        utilisation=sum(step.sampling_s for step in measured) / (cell.slots * wall_s),
         waste=(num_wasted + num_masked) / num_sampled,
         lost_to_hangs=num_lost / num_sampled,
         staleness=max(step.staleness for step in steps),
@@ -345,7 +350,7 @@ def headline(rows: Mapping[tuple[Cell, str], Figures]) -> dict[str, float]:
 
 
 def table(rows: Mapping[tuple[Cell, str], Figures]) -> Table:
-    names = ("policy", "step, s", "÷ bound", "slots busy", "wasted", "lost to hangs", "staleness", "kept length")
+    names = ("policy", "step, s", "÷ bound", "slots busy", "wasted", "hangs", "staleness", "kept length")
     made = Table(*names, box=None)
     made.columns[0].no_wrap = True
     for column in made.columns[1:]:

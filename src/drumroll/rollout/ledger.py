@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from drumroll.life import FINAL, FOLLOWERS, Departure, State, check_order, stamp
+from drumroll.life import FINAL, FOLLOWERS, Departure, State, retrace, stamp
 from drumroll.types import SampleInfo
 
 
@@ -81,13 +81,14 @@ class Ledger:
         sample.state = state
         sample.life += stamp(state, self._clock(), self.version, place)
 
-    def follow(self, sample: Sample, life: bytes) -> None:
-        """Add what a worker has stamped since the sample was leased to it."""
-        state = check_order(sample.state, life)
+    def follow(self, sample: Sample, life: bytes) -> dict[State, float]:
+        """Add what a worker has stamped since the sample was leased to it; the seconds that it spent in each state there."""
+        state, seconds = retrace(sample.state, life)
         self.counts[sample.state] -= 1
         self.counts[state] += 1
         sample.state = state
         sample.life += life
+        return seconds
 
     def leave(self, sample: Sample, state: State, reason: str = "") -> Departure:
         """The sample's last change; exactly one for each."""

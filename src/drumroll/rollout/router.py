@@ -47,6 +47,8 @@ class Pool:
         """Entries of load, tie, member. The load is that of some time ago, and never more than it is now."""
         self._listed = [inf] * len(order)
         """The load of each member's entry that counts; no end where it has none."""
+        self._eased: set[int] = set()
+        """Members whose load may have become less than listed."""
         self._list_all()
 
     def __len__(self) -> int:
@@ -59,6 +61,8 @@ class Pool:
 
     def least_loaded(self) -> int | None:
         """The usable member with the smallest share of its capacity in use."""
+        while self._eased:
+            self._list(self._eased.pop())
         heap = self._heap
         while heap:
             listed, tie, rank = heap[0]
@@ -80,7 +84,7 @@ class Pool:
 
     def remove(self, rank: int) -> None:
         self.in_flight[rank] -= 1
-        self._list(rank)
+        self._eased.add(rank)
 
     def succeeded(self, rank: int) -> None:
         if self._failures[rank]:
@@ -100,7 +104,7 @@ class Pool:
     def back(self, rank: int) -> None:
         """It may be tried again: one sample at first, more once that has succeeded."""
         self._benched.discard(rank)
-        self._list(rank)
+        self._eased.add(rank)
 
     def lose(self, rank: int) -> None:
         """It is gone for good."""

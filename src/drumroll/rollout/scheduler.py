@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from drumroll.errors import RolloutError, WorkerLost
-from drumroll.life import STATES, State, seconds_by_state
+from drumroll.life import STATES, State
 from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.ledger import Ledger, Sample
 from drumroll.rollout.router import Pool, Router
@@ -42,7 +42,9 @@ STOP_S = 2.0
 """How long the end waits until the workers have heard of it."""
 LINGER_S = 0.01
 """After its first result a poll waits this long for more, for each few workers: results of many workers come in larger batches."""
-WORKERS_PER_LINGER = 4
+WORKERS_PER_LINGER = 2
+MAX_IN_A_ROW = 32
+"""Samples that one worker gets before another one is looked for: a sixteenth of what it has under way, but not more than this."""
 MISHAPS_PER_ATTEMPT = 4
 """A sample may be taken from failing engines and workers this many times as often as it may fail by itself."""
 
@@ -106,6 +108,7 @@ class RolloutScheduler:
         self._clock = clock
         self._workers = Pool([1] * transport.num_workers, rng, bench_after=1)
         self._linger_s = LINGER_S * max(1, transport.num_workers // WORKERS_PER_LINGER)
+        self._max_in_a_row = max(1, min(MAX_IN_A_ROW, sum(transport.slots) // (16 * transport.num_workers)))
         self._streams: list[Stream] = []
         self._closing: list[Stream] = []
         """Closed, with samples whose abort is still under way."""
@@ -305,17 +308,17 @@ class RolloutScheduler:
         self._cpu_s += max(0.0, report.cpu_s - self._cpu_until[worker])
         self._cpu_until[worker] = report.cpu_s
         now = self._clock()
+        if report.infos:
+            self._workers.succeeded(worker)
         for info in report.infos:
             sample = self._leased.get(info.sample_id)
             if sample is None or sample.attempt != info.attempt:
                 self._num_outdated += 1  # an attempt that was given up, or whose sample has left
                 continue
             self._release(sample)
-            self._workers.succeeded(worker)
-            seconds = seconds_by_state(info.life)
+            seconds = self.ledger.follow(sample, info.life)
             for state, spent_s in seconds.items():
                 self._spent_s[state] += spent_s
-            self.ledger.follow(sample, info.life)
             if info.fault == "engine":
                 self._give_pause(self.router.engines, sample.engine)
             elif info.stop_reason != "aborted":
@@ -518,17 +521,18 @@ class RolloutScheduler:
         self._outbox = {}
 
     def _hand_out(self) -> None:
+        """Lease samples as long as there are some, and room for them. A worker gets several in a row, which then travel together."""
         router, workers = self.router, self._workers
-        while True:
-            sample = self._next_sample()
-            if sample is None:
-                break
+        worker, num_in_a_row = workers.least_loaded(), 0
+        while (sample := self._next_sample()) is not None:
             engine = router.pick(sample.group.engine)
-            worker = workers.least_loaded()
+            if num_in_a_row == self._max_in_a_row or (worker is not None and not workers.is_usable(worker)):
+                worker, num_in_a_row = workers.least_loaded(), 0
             if engine is None or worker is None:
                 self._again.appendleft(sample)
                 break
             self._lease(sample, engine, worker)
+            num_in_a_row += 1
 
     def _next_sample(self) -> Sample | None:
         """Those that came back first, then what is admitted, then a new group; urgent streams before others."""

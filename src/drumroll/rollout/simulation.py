@@ -213,6 +213,7 @@ class _Engine:
             self.waiting.remove(episode)
 
     def leave(self, episode: _Episode) -> None:
+        self.cluster.occupied_s += self.cluster.loop.now - episode.started_at
         del self.running[episode.slot]
         self.free.append(episode.slot)
         episode.slot = -1
@@ -225,6 +226,7 @@ class _Engine:
             if episode.timer is not None:
                 episode.timer.cancel()
         episodes = [*self.running.values(), *self.waiting]
+        self.cluster.occupied_s += sum(self.cluster.loop.now - episode.started_at for episode in self.running.values())
         self.running.clear()
         self.waiting.clear()
         self.free = list(range(self.num_slots))[::-1]
@@ -390,6 +392,8 @@ class SimulatedCluster:
         self.continues = continues
         self.delay_s = delay_s
         self.version = 0
+        self.occupied_s = 0.0
+        """By replies that have ended, one way or another."""
         self.published_at = [0.0]
         """When each version reached the engines."""
         self.engines = [_Engine(self, rank, slots, speeds[rank % len(speeds)]) for rank in range(num_engines)]
@@ -398,6 +402,11 @@ class SimulatedCluster:
 
     def clock(self) -> float:
         return self.loop.now
+
+    def slot_seconds(self) -> float:
+        """How long slots have been occupied so far, all together."""
+        now = self.loop.now
+        return self.occupied_s + sum(now - episode.started_at for engine in self.engines for episode in engine.running.values())
 
     def push(self, version: int) -> None:
         """New weights reach all engines."""
