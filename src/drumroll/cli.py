@@ -80,6 +80,8 @@ def check(inputs: Inputs) -> None:
 
     job = prepare(_config(inputs))
     Console().print(f"[green]ok[/]: {job.describe()}", soft_wrap=True)
+    for note in job.notes:
+        Console().print(f"[yellow]note[/]: {note}", soft_wrap=True)
 
 
 @app.command()
@@ -164,6 +166,7 @@ def trace(run: RunPath, out: Annotated[Path, typer.Argument(metavar="OUT.json", 
 def bench(
     what: Annotated[Literal["scheduler"], typer.Argument(metavar="WHAT", help="scheduler: ways of scheduling samples, side by side.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds, steps and combinations: under a minute.")] = False,
+    base: Annotated[bool, typer.Option("--base", help="Only the combination that the headline figures are of.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Seeds of each combination.", min=1)] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes; as many as processors otherwise.", min=1)] = None,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every row to this file, too.")] = None,
@@ -171,17 +174,15 @@ def bench(
     """Measure a part of drumroll in simulation: a table, and one line of JSON at the end."""
     from drumroll.bench.scheduler import bench as bench_scheduler
 
-    bench_scheduler(quick=quick, num_seeds=seeds, num_processes=jobs, out=out)
+    bench_scheduler(quick=quick, base=base, num_seeds=seeds, num_processes=jobs, out=out)
 
 
 @app.command(name="list")
 def list_registered(
-    family: Annotated[
-        str | None, typer.Argument(help="env, reward, advantage, loss, infer_backend or train_backend; all otherwise.")
-    ] = None,
+    family: Annotated[str | None, typer.Argument(help="For example reward, group_filter or infer_backend; all otherwise.")] = None,
     plugins: Annotated[list[str] | None, typer.Option("--plugin", help="Module or file to import first.")] = None,
 ) -> None:
-    """Name every registered backend, environment, reward, advantage and loss."""
+    """Name everything that is registered: backends, environments, rewards, advantages, losses, corrections, filters."""
     from rich.table import Table
 
     from drumroll.registry import FAMILIES, REGISTRY, import_plugin, nearest

@@ -394,13 +394,16 @@ def controller_figures(probes: Sequence[Probe], results: Sequence[Any]) -> dict[
     }
 
 
-def bench(*, quick: bool = False, num_seeds: int | None = None, num_processes: int | None = None, out: Path | None = None) -> None:
-    """Run it, print the table and, last, one line of JSON; `out` gets every row as well."""
+def bench(
+    *, quick: bool = False, base: bool = False, num_seeds: int | None = None, num_processes: int | None = None, out: Path | None = None
+) -> None:
+    """Run it, print the table and, last, one line of JSON; `out` gets every row as well. `base`: the base cell alone."""
     began = time.perf_counter()
     num_processes = num_processes or os.cpu_count() or 1
     scale, cells, costs, ledger = (
         (QUICK, quick_cells(), QUICK_COSTS, QUICK_LEDGER) if quick else (FULL, all_cells(), FULL_COSTS, FULL_LEDGER)
     )
+    cells = [BASE] if base else cells
     seeds = range(1, 1 + (num_seeds or (QUICK_SEEDS if quick else FULL_SEEDS)))
     jobs = [Job(cell, policy, seed, scale) for cell, policy, seed in product(cells, POLICIES, seeds)]
     probes = [*costs, ledger]
