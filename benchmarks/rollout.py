@@ -128,7 +128,7 @@ def _run(folder: Path, arguments: argparse.Namespace, *, static: bool) -> list[d
             "data": {"train": {"path": str(tasks)}},
             "env": {"kind": "benchmarks/slow_environment.py:Thinking", "median_s": arguments.median_s},
             "rewards": [{"kind": "exact_match"}],
-            "rollout": {"groups_per_step": 32, "group_size": 8, "sampling": {"max_new_tokens": 64}},
+            "rollout": {"groups_per_step": 64, "group_size": 8, "sampling": {"max_new_tokens": 64}},
             "algo": {"advantage": {"kind": "reinforce", "subtract_mean": False}},
             "trainer": {"lr": 1e-6},
             "engine": {"num_slots": SLOTS},
