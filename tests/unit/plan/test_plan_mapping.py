@@ -199,3 +199,14 @@ def test_nodes_without_devices_still_host_environments() -> None:
     assert [w.node for w in plan.workers("environment")] == ["head", "worker"]
     with pytest.raises(PlanError, match=r"`devices\.actor_train`: the matching nodes have no devices"):
         make_plan(rl_config({"actor_train": {"where": {"node": "head"}}}), pool, RL_ROLES)
+
+
+@pytest.mark.parametrize(
+    ("pool", "trainers", "engines"),
+    [("1x4x80GiB", (0, 1), (2, 3)), ("1x3x80GiB", (0,), (1, 2)), ("1x1x80GiB", (0,), (0,))],
+)
+def test_asynchronous_training_keeps_trainers_and_engines_apart(pool: str, trainers: tuple[int, ...], engines: tuple[int, ...]) -> None:
+    config = rl_config(rollout={"max_staleness": 1}, algo={"correction": "truncated_is"})
+    plan = make_plan(config, parse_pool(pool), RL_ROLES)
+    assert tuple(device.index for device in plan.devices("actor_train")) == trainers
+    assert tuple(device.index for device in plan.devices("actor_infer")) == engines
