@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from drumroll.record.files import read_lines
 from drumroll.record.folder import RunFolder
 from drumroll.record.store import Filter, Reader
 
+pytestmark = pytest.mark.usefixtures("workers_in_this_process")
+
 SMALL: dict[str, Any] = {
     "max_steps": 4,
     "checkpoint": {"every": 1, "keep_last": 3},
@@ -41,15 +43,6 @@ SMALL: dict[str, Any] = {
 
 class CutOffError(Exception):
     """Ends a run from inside."""
-
-
-@pytest.fixture(autouse=True)
-def _workers_in_this_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "real_ray" in request.keywords:
-        yield
-        return
-    with local_cluster():
-        yield
 
 
 def failing_at(step: int) -> Callable[..., None]:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,11 @@ from drumroll.record.folder import RunFolder
 from drumroll.record.store import Filter, Reader, SampleRow
 from drumroll.record.trace import write_trace
 
+pytestmark = pytest.mark.usefixtures("workers_in_this_process")
+
 ALONE: dict[str, Any] = {"warmup": None, "record": {"tensorboard": False}, "data": {"heldout": None}}
 APART: dict[str, Any] = {"devices": {"actor_train": 0, "actor_infer": 1}, "ray": {"cpu_slots": 2}}
 ASYNCHRONOUS: dict[str, Any] = {**ALONE, **APART, "max_steps": 6, "algo": {"correction": "truncated_is"}, "rollout": {"max_staleness": 2}}
-
-
-@pytest.fixture(autouse=True)
-def _workers_in_this_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "real_ray" in request.keywords:
-        yield
-        return
-    with local_cluster():
-        yield
 
 
 def steps_of(folder: RunFolder) -> list[dict[str, Any]]:

@@ -63,9 +63,6 @@ class Ledger:
     def __iter__(self) -> Iterator[Sample]:
         return iter(list(self._open.values()))
 
-    def get(self, sample_id: str) -> Sample | None:
-        return self._open.get(sample_id)
-
     def admit(self, sample: Sample) -> None:
         if sample.sample_id in self._open:
             raise ValueError(f"sample '{sample.sample_id}' is in the ledger already")

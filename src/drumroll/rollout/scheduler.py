@@ -97,11 +97,10 @@ class RolloutScheduler:
         max_in_flight: int | None = None,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
-        router: Router | None = None,
     ) -> None:
         rng = rng or random.Random(seed)
         self.ledger = Ledger(clock)
-        self.router = router or Router(transport.slots, rng, max_in_flight)
+        self.router = Router(transport.slots, rng, max_in_flight)
         self._transport = transport
         self._seed = seed
         self._limits = limits
@@ -696,16 +695,13 @@ class RolloutScheduler:
     def _rollout(self, stream: Stream, chosen: Sequence[OpenGroup]) -> Rollout:
         left, stream.left = stream.left, []
         report = {**stream.report(chosen, self.ledger.version), **self._report(stream)} if chosen else {}
-        rollout = Rollout(
+        return Rollout(
             groups=tuple([group.metadata for group in chosen]),
             blocks=_unique([sample.block for group in chosen for sample in group.done]),
             departures=tuple([departure for departure, _ in left]),
             departed_blocks=_unique([block for _, block in left if block is not None]),
             report=report,
         )
-        for group in chosen:  # samples know their group: without this they would wait for the garbage collector
-            group.done = []
-        return rollout
 
     def _report(self, stream: Stream) -> dict[str, float]:
         """How busy everybody was since the last report. These figures depend on timing."""
