@@ -29,7 +29,7 @@ chaos: install  ## Kill runs at 50 random points, through Ray and inside one pro
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
 	$(BIN)/python tests/e2e/chaos.py $$(mktemp -d) --kills 50 --seed 11
 
-simulate: install  ## 10,000 random schedules with faults through the rollout scheduler, in virtual time (about 5 minutes)
+simulate: install  ## 10,000 random schedules with faults through the rollout scheduler, in virtual time (about 3 minutes)
 	$(BIN)/python tests/unit/rollout/random_schedules.py --seeds 10000 --jobs 2
 
 lint: install  ## Style
