@@ -24,6 +24,8 @@ from drumroll.types import Trajectory
 Rows = Iterable[Mapping[str, Any]]
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 
+NO_FILE = "given in Python"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -55,9 +57,10 @@ class Run:
 def train(
     *,
     model: str | Mapping[str, Any],
-    tasks: str | Rows,
-    reward: Reward | Sequence[Reward],
+    tasks: str | Rows | None = None,
+    reward: Reward | Sequence[Reward] = (),
     heldout: str | Rows | None = None,
+    domains: Mapping[str, Mapping[str, Any]] | None = None,
     run_dir: str | Path | None = None,
     max_steps: int = 100,
     **sections: Any,
@@ -67,24 +70,39 @@ def train(
     `model` is a folder, a hub id, or a `model` section. `tasks` and `heldout` are rows with a `prompt` and any other columns, or
     a path. `reward` is a function of a trajectory, a registered name, a section with `kind`, or several of these. Everything
     else is a section of the config, as in YAML: `rollout={"group_size": 8}, trainer={"lr": 1e-4}`.
+
+    With `domains`, each is a section as in YAML that may also have `tasks`, `heldout` and `reward`, as above:
+    `domains={"sums": {"share": 0.5, "tasks": rows, "reward": right}, …}`.
     """
-    tree = {
+    names: list[str] = []
+    tree: dict[str, Any] = {
         "pipeline": "rl",
         "max_steps": max_steps,
         "model": {"path": model} if isinstance(model, str) else dict(model),
-        "rewards": _sections([reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward),
+        "rewards": _sections(_several(reward), names),
         **sections,
     }
-    sources = {"train": tasks} | ({"heldout": heldout} if heldout is not None else {})
-    paths = {split: {"path": source if isinstance(source, str) else "given in Python"} for split, source in sources.items()}
-    tree["data"] = merge(paths, sections.get("data", {}))
+    given = {"": (tree, {"train": tasks, "heldout": heldout})}
+    if domains is not None:
+        tree["domains"] = {}
+        for name, domain in domains.items():
+            own = {"tasks", "heldout", "reward"}
+            section = tree["domains"][name] = {key: value for key, value in domain.items() if key not in own}
+            if "reward" in domain:
+                section["rewards"] = _sections(_several(domain["reward"]), names)
+            given[name] = (section, {"train": domain.get("tasks"), "heldout": domain.get("heldout")})
+    for section, sources in given.values():
+        paths = {split: {"path": source if isinstance(source, str) else NO_FILE} for split, source in sources.items() if source is not None}
+        if paths:
+            section["data"] = merge(paths, section.get("data", {}))
     cfg = check_config(tree)
 
     folder = RunFolder.claim(run_dir, cfg.name)
     try:
-        for split, source in sources.items():
-            if not isinstance(source, str):
-                tree["data"][split] |= {"path": str(_written(folder, split, source))}
+        for name, (section, sources) in given.items():
+            for split, source in sources.items():
+                if source is not None and not isinstance(source, str):
+                    section["data"][split] |= {"path": str(_written(folder, f"{name}-{split}" if name else split, source))}
         start(check_config({**tree, "run_dir": str(folder.root)}), folder)
     except BaseException:
         folder.give_up()
@@ -95,15 +113,21 @@ def train(
 def resume(run: str | Path, *overrides: str, reward: Callable[..., Any] | Sequence[Callable[..., Any]] = ()) -> Run:
     """Go on with a run that was cut off, from its newest good checkpoint: `drumroll.resume("runs/x", "trainer.lr=1e-4")`.
 
-    `reward` gives again the functions that `train` was given, in the same order; rewards that have a name need not be."""
-    _sections([reward] if callable(reward) else reward)
+    `reward` gives again the functions that `train` was given, those of domains last, in the same order; rewards that have a name need
+    not be."""
+    _sections([reward] if callable(reward) else reward, [])
     return Run(resume_run(run, overrides).root)
 
 
-def _sections(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
-    """Rewards as config sections; a function is registered under its own name and travels to the workers by value."""
+def _several(reward: Reward | Sequence[Reward]) -> Sequence[Reward]:
+    return [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
+
+
+def _sections(rewards: Sequence[Reward], names: list[str]) -> list[dict[str, Any]]:
+    """Rewards as config sections; a function is registered under its own name and travels to the workers by value.
+
+    `names` are those that other functions have; this one's are added."""
     sections: list[dict[str, Any]] = []
-    own: list[str] = []
     for reward in rewards:
         if isinstance(reward, str | Mapping):
             sections.append({"kind": reward} if isinstance(reward, str) else dict(reward))
@@ -111,9 +135,9 @@ def _sections(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
         name = getattr(reward, "__name__", None)
         if name is None or not (inspect.isfunction(reward) or inspect.isbuiltin(reward)):
             raise ConfigError(f"`reward`: expected a function, a registered name or a mapping with `kind`, got {reward!r}.")
-        if name in own:  # two lambdas, for example
-            name = f"{name}_{len(own) + 1}"
-        own.append(name)
+        if name in names:  # two lambdas, for example
+            name = f"{name}_{len(names) + 1}"
+        names.append(name)
         REGISTRY.shipped[name] = reward
         sections.append({"kind": f"python:{name}"})
     return sections

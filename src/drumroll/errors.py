@@ -14,6 +14,7 @@
     ├── CheckpointError            a checkpoint that is damaged, incomplete or of another run
     │   └── DiskNearlyFull         one that was not written for want of space; the run can go on
     ├── RewardError                a reward that failed, took too long or returned no number: no verdict, never a zero
+    ├── SandboxError               a sandbox that could not be made or did not hold: no verdict on what ran in it
     ├── RolloutError               rollouts that can no longer deliver what the step needs
     └── DivergedError              training whose numbers are no longer finite, also after going back
 
@@ -81,6 +82,10 @@ class DiskNearlyFull(CheckpointError):
 
 class RewardError(DrumrollError):
     """A reward that failed, took too long, or returned something that is no reward."""
+
+
+class SandboxError(DrumrollError):
+    """A sandbox that could not be made, or that broke: there is no verdict on what was to run in it."""
 
 
 class RolloutError(DrumrollError):

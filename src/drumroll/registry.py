@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, create_model
 
@@ -49,6 +49,9 @@ class Variant(Options):
 
 V = TypeVar("V", bound=Variant)
 
+Seat = Literal["inline", "pooled", "device"]
+"""Where a reward is computed: beside the episode, in the reward workers, or in reward workers that have devices for a model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -59,6 +62,8 @@ class Entry:
     target: Callable[..., Any]
     needs: tuple[str, ...] = ()
     """What a batch must carry for it, for example `("values",)` or `("ref_logp",)`."""
+    seat: Seat = "inline"
+    """Of a reward."""
 
     @property
     def short_name(self) -> str:
@@ -97,6 +102,16 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "reward": {
         "exact_match": "drumroll.rewards.exact_match",
         "contains_word": "drumroll.rewards.contains_word",
+        "numeric_match": "drumroll.rewards.numeric_match",
+        "math": "drumroll.rewards.mathematics",
+        "code": "drumroll.rewards.code",
+        "instructions": "drumroll.rewards.instructions",
+        "multiple_choice": "drumroll.rewards.multiple_choice",
+        "short_answer": "drumroll.rewards.short_answer",
+        "format": "drumroll.rewards.format",
+        "overlong": "drumroll.rewards.overlong",
+        "judge": "drumroll.rewards.judge",
+        "reward_model": "drumroll.rewards.reward_model",
     },
     "advantage": dict.fromkeys(("grpo", "rloo", "reinforce"), "drumroll.algo.advantage"),
     "loss": dict.fromkeys(("ppo_clip", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"),
@@ -119,14 +134,14 @@ class Registry:
     files: dict[str, str] = field(default_factory=dict)
     """Plugin files by the path the config uses → their source, so that workers need no copy on disk."""
 
-    def add(self, family: str, name: str, needs: Iterable[str] = ()) -> Callable[[T], T]:
+    def add(self, family: str, name: str, needs: Iterable[str] = (), seat: Seat = "inline") -> Callable[[T], T]:
         def decorate(target: T) -> T:
             known = self.entries.get((family, name))
             if known is not None and _origin(known.target) != _origin(target):
                 raise PluginError(
                     f"{family} '{name}' is registered twice: by {_origin(known.target)} and by {_origin(target)}. Choose another name."
                 )
-            self.entries[family, name] = Entry(family, name, target, tuple(needs))  # type: ignore[arg-type]
+            self.entries[family, name] = Entry(family, name, target, tuple(needs), seat)  # type: ignore[arg-type]
             return target
 
         return decorate
@@ -253,6 +268,12 @@ def import_plugin(module: str) -> Any:
         raise PluginError(
             f"'{module}' cannot be imported: {type(error).__name__}: {error}. Is it installed, or in the working directory?"
         ) from error
+
+
+def require(package: str, extra: str) -> None:
+    """For the head of a module that needs an optional package: a `PluginError` with the install line where it is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise PluginError(f"the package '{package}' is not installed: pip install 'drumroll[{extra}]'")
 
 
 def bind(entry: Entry, options: Mapping[str, Any]) -> Callable[..., Any]:

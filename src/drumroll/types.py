@@ -135,6 +135,8 @@ class Trajectory(Parcel):
     """Weighted sum of the reward parts; None when there is no verdict."""
     stop_reason: StopReason
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reward_stats: Mapping[str, float] = field(default_factory=dict)
+    """What its rewards cost: seconds as `<reward>_s`, and failures before an answer, where there were any, as `<reward>_failures`."""
     success: bool | None = None
     """The environment's or the rewards' own statement; never inferred from the episode having ended."""
     error: str = ""
@@ -198,6 +200,7 @@ class SampleInfo(Parcel):
     life: bytes = b""
     attempt: int = 0
     fault: Fault = ""
+    reward_stats: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> SampleInfo:
@@ -221,6 +224,7 @@ class SampleInfo(Parcel):
             life=trajectory.life,
             attempt=trajectory.attempt,
             fault=trajectory.fault,
+            reward_stats=trajectory.reward_stats,
         )
 
 

@@ -23,9 +23,10 @@ from unittest.mock import patch
 
 from ray.exceptions import RayActorError
 
-from drumroll.cluster.host import Host, HostInfo, Luggage, seat
+from drumroll.cluster.host import Host, HostInfo, seat
 from drumroll.cluster.session import LOCAL
 from drumroll.config.models import RayConfig
+from drumroll.luggage import Luggage
 from drumroll.plan import Placement, Pool, local_pool
 from drumroll.types import RankInfo
 

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "drumroll"
 
 LAYERS = {
     "life": 0, "types": 0, "errors": 0, "registry": 0,
-    "config": 1, "hub": 1,
+    "config": 1, "hub": 1, "luggage": 1, "sandbox": 1,
     "algo": 2, "envs": 2, "rewards": 2, "text": 2, "plan": 2, "data": 2, "models": 2,
     "backends": 3,
     "cluster": 4,

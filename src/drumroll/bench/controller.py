@@ -28,7 +28,7 @@ from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.scheduler import Limits, RolloutScheduler
 from drumroll.rollout.simulation import VirtualLoop, simulate
 from drumroll.rollout.stream import Policy
-from drumroll.types import SampleInfo, Sampling
+from drumroll.types import SampleInfo
 
 ENGINES_PER_WORKER = 64
 GROUP_SIZE = 8
@@ -127,7 +127,7 @@ async def _run(num_engines: int, num_samples: int, folder: Path) -> Cost:
     stage = Stage(num_engines)
     scheduler = RolloutScheduler(stage, seed=1, limits=Limits(), clock=stage.clock)
     source = Groups(GROUP_SIZE)
-    stream = scheduler.open(source, Policy(Sampling(), max_staleness=4, min_group_size=1, max_rejected=10**6))
+    stream = scheduler.open(source, Policy(max_staleness=4, min_group_size=1, max_rejected=10**6))
     num_groups = sum(stage.slots) // (2 * GROUP_SIZE)
     num_steps = WARMUP_STEPS + max(1, num_samples // (num_groups * GROUP_SIZE))
     began_s = busy_s = num_counted = 0.0

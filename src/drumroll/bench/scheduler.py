@@ -52,7 +52,7 @@ from drumroll.rollout.lease import Lease
 from drumroll.rollout.scheduler import Limits, RolloutScheduler
 from drumroll.rollout.simulation import Script, SimulatedCluster, simulate
 from drumroll.rollout.stream import Policy
-from drumroll.types import SampleInfo, Sampling
+from drumroll.types import SampleInfo
 
 NUM_WORKERS = 4
 """Environment workers."""
@@ -76,7 +76,6 @@ class Simulated:
 
     def policy(self) -> Policy:
         return Policy(
-            Sampling(),
             max_staleness=self.max_staleness,
             min_group_size=4 if self.max_staleness else None,
             keeps_stragglers=self.continues,

@@ -6,7 +6,7 @@ simulated engines knows how long they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, isnan, log
 from statistics import NormalDist
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from drumroll.rollout.lease import Lease
 from drumroll.rollout.simulation import Script
-from drumroll.rollout.source import GroupRequest
+from drumroll.rollout.source import Fate, GroupRequest
 from drumroll.types import SampleInfo, Task
 
 TOKEN_S = 0.02
@@ -180,7 +180,7 @@ class Groups:
         self.num_drawn += 1
         return GroupRequest(str(number), Task(str(number)), self._group_size, (number,))
 
-    def settle(self, group_id: str) -> None:
+    def settle(self, group_id: str, fate: Fate, samples: Sequence[SampleInfo]) -> None:
         pass
 
 

@@ -26,9 +26,10 @@ import ray
 from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drumroll.cluster.host import Host, HostInfo, Luggage, Slot, seat
+from drumroll.cluster.host import Host, HostInfo, Slot, seat
 from drumroll.cluster.session import Session
 from drumroll.errors import DrumrollError, UserError, WorkerError, WorkerLost
+from drumroll.luggage import Luggage
 from drumroll.plan import Placement
 from drumroll.types import RankInfo
 

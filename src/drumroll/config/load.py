@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -190,11 +190,14 @@ def _untaken_branch(loc: Sequence[int | str], value: Any) -> bool:
 def _known_keys(model: type[BaseModel], keys: Iterable[str], tree: Any) -> list[str]:
     """Fields of the section at `keys`, by the registered schema where the section has a `kind`."""
     section: type[BaseModel] | None = model
+    is_name = False  # of an entry of a mapping, chosen by the user
     for key in keys:
         tree = tree[int(key)] if isinstance(tree, list | tuple) and key.isdigit() else tree.get(key) if isinstance(tree, dict) else None
-        if key.isdigit() or section is None:
+        if key.isdigit() or section is None or is_name:
+            is_name = False
             continue
         info = section.model_fields.get(key)
+        is_name = info is not None and get_origin(info.annotation) is dict
         section = _section(Annotated[info.annotation, info.metadata and info.metadata[-1]], tree) if info is not None else None
     return list(section.model_fields) if section is not None else []
 

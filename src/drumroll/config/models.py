@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from drumroll.errors import PluginError
-from drumroll.registry import REGISTRY, Options, Variant
+from drumroll.registry import REGISTRY, Options, Seat, Variant
 from drumroll.types import Sampling, Schedule
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -122,6 +124,23 @@ class SamplingConfig(Options):
         return Sampling(**{**self.model_dump(), **changes})
 
 
+class SamplingChanges(Options):
+    """What a domain samples otherwise than `rollout.sampling` says."""
+
+    max_new_tokens: PositiveInt | None = None
+    """Budget of one reply."""
+    temperature: NonNegativeFloat | None = None
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """1.0 is off."""
+    top_k: NonNegativeInt | None = None
+    """0 is off."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a reply."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end a reply, in addition to the model's own."""
+
+
 class FilterConfig(Variant):
     """Base of every group filter's options."""
 
@@ -216,6 +235,26 @@ class RewardConfig(Variant):
     """Factor of this reward in the sum."""
     success_at: float | None = None
     """The sample counts as a success when this reward is at least this much."""
+    pooled: bool | None = None
+    """Compute it in the reward workers, where it can be ended when it hangs, and not beside the episode. Built-in rewards that take
+    long are pooled unless told otherwise; your own are not."""
+    deadline_s: PositiveFloat | None = None
+    """It may think about one sample for this long; `rollout.reward_deadline_s` otherwise."""
+    retries: NonNegativeInt = 1
+    """How often it is asked again when it fails, hangs or dies."""
+
+    @property
+    def seat(self) -> Seat:
+        """Where it is computed."""
+        own = REGISTRY.lookup("reward", self.kind).seat
+        if self.pooled is None or own == "device":
+            return own
+        return "pooled" if self.pooled else "inline"
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it always says the same of the same sample."""
+        return True
 
 
 class AdvantageConfig(Variant):
@@ -292,6 +331,68 @@ TrainerChoice = Annotated[SerializeAsAny[TrainerConfig], VariantOf("train_backen
 EngineChoice = Annotated[SerializeAsAny[EngineConfig], VariantOf("infer_backend")]
 
 
+class CurriculumConfig(Options):
+    """Tasks of the right difficulty first, as far as samples have shown it."""
+
+    target: Fraction = 0.5
+    """Success rate of the tasks that are preferred. Where nobody states success, the mean reward counts, held between 0 and 1."""
+    lookahead: Annotated[int, Field(ge=2)] = 4
+    """The tasks of a round are chosen among this many times as many."""
+    patience: PositiveInt = 4
+    """Rounds in which a task may be passed over before it is drawn whatever its difficulty."""
+    memory: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """What the latest group of samples leaves of the success rate known before it."""
+    level_field: str | None = None
+    """Column by which tasks are of like difficulty, for example a level: what is learnt of one then holds for all of that value."""
+
+
+class DomainData(Options):
+    """The tasks of a domain."""
+
+    train: SourceConfig | None = None
+    """Tasks that rollouts draw from."""
+    heldout: SourceConfig | None = None
+    """Tasks that training never sees."""
+
+
+class DomainConfig(Options):
+    """One kind of task among several: where its tasks come from, how they are judged, and how much of the training they are.
+    What it leaves out is as in the rest of the config."""
+
+    share: Fraction
+    """Of the trained groups. All shares sum to 1. A domain with 0 is only evaluated."""
+    data: DomainData | None = None
+    """Its tasks; otherwise those rows of the run's `data` whose column `domain` holds its name."""
+    env: EnvChoice | None = None
+    """The run's `env` otherwise."""
+    rewards: tuple[RewardChoice, ...] | None = None
+    """In place of the run's `rewards`."""
+    sampling: SamplingChanges = SamplingChanges()
+    """In place of those of `rollout.sampling`."""
+    filters: tuple[FilterChoice, ...] | None = None
+    """In place of `rollout.filters`."""
+    curriculum: CurriculumConfig | None = None
+    """In place of the run's `curriculum`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """A domain as it counts: every setting its own."""
+
+    name: str
+    share: float
+    data: DomainData | None
+    env: EnvConfig
+    rewards: tuple[RewardConfig, ...]
+    sampling: Sampling
+    filters: tuple[FilterConfig, ...]
+    curriculum: CurriculumConfig | None
+
+
+ANY = "*"
+"""Name of the one domain of a run without `domains`: tasks of every name belong to it."""
+
+
 class AlgoConfig(Options):
     """How rewards become an update."""
 
@@ -336,7 +437,7 @@ class EvalConfig(Options):
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before and after."""
     num_tasks: PositiveInt | None = None
-    """Take only the first held-out tasks; all otherwise."""
+    """Take only the first held-out tasks of each domain; all otherwise."""
     samples_per_task: PositiveInt = 1
     """Attempts at each task at the training temperature; one more is greedy."""
 
@@ -466,15 +567,21 @@ class RlConfig(RunConfig):
     """Which pipeline runs."""
     max_steps: PositiveInt
     """Steps of RL."""
-    data: DataConfig
+    data: DataConfig | None = None
+    """Required, unless every domain has tasks of its own."""
     env: EnvChoice = Field(default={"kind": "single_turn"}, validate_default=True)
     rewards: tuple[RewardChoice, ...] = ()
     """Summed with their weights. An environment that gives rewards itself needs none."""
+    reward_workers: PositiveInt = 1
+    """Processes that compute the rewards that are pooled; where these have devices, there are as many as devices."""
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)
     warmup: WarmupConfig | None = None
     eval: EvalConfig = EvalConfig()
+    curriculum: CurriculumConfig | None = None
+    domains: dict[str, DomainConfig] = {}
+    """Several kinds of tasks in one run, by name, each with its share of the training."""
 
     @model_validator(mode="after")
     def repeatable(self) -> RlConfig:
@@ -483,17 +590,73 @@ class RlConfig(RunConfig):
         timed = [name for name in ("max_staleness", "extra_groups", "extra_samples", "tail_batching") if getattr(self.rollout, name)]
         if self.deterministic and timed:
             raise ValueError(f"`deterministic`: with `rollout.{timed[0]}` it depends on timing which samples are trained on, and when")
+        unsteady = [reward.kind for domain in self.mixture.values() for reward in domain.rewards if not reward.is_repeatable]
+        if self.deterministic and unsteady:
+            raise ValueError(f"`deterministic`: the reward '{unsteady[0]}' may say something else each time")
+        if self.deterministic and any(domain.curriculum and domain.filters for domain in self.mixture.values()):
+            raise ValueError(
+                "`deterministic`: with both `curriculum` and filters it depends on timing what is known of a task when another is drawn"
+            )
+        return self
+
+    @property
+    def mixture(self) -> dict[str, Domain]:
+        """The domains with what each takes from the rest of the config; one named `*` where there are none."""
+        sections = self.domains or {ANY: DomainConfig(share=1.0)}
+        return {name: self._domain(name, section) for name, section in sections.items()}
+
+    def _domain(self, name: str, section: DomainConfig) -> Domain:
+        changes = section.sampling.model_dump(exclude_none=True)
+        return Domain(
+            name=name,
+            share=section.share,
+            data=section.data,
+            env=section.env or self.env,
+            rewards=self.rewards if section.rewards is None else section.rewards,
+            sampling=self.rollout.sampling.resolve(**changes),
+            filters=self.rollout.filters if section.filters is None else section.filters,
+            curriculum=section.curriculum or self.curriculum,
+        )
+
+    @property
+    def has_heldout(self) -> bool:
+        return any(data is not None and data.heldout is not None for data in (self.data, *(one.data for one in self.domains.values())))
+
+    @model_validator(mode="after")
+    def domains_fit(self) -> RlConfig:
+        if not self.domains:
+            if self.data is None:
+                raise ValueError("`data` is missing: name the tasks to train on, or give every one of `domains` its own")
+            return self
+        for name, domain in self.domains.items():
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(f"`domains`: '{name}' is no name for a domain: letters, digits, `_` and `-` were expected")
+            if domain.data is None and self.data is None:
+                raise ValueError(f"`domains.{name}.data` is missing, and there is no `data` with rows whose column `domain` says {name}")
+            if domain.data is not None and domain.share and domain.data.train is None:
+                raise ValueError(f"`domains.{name}.share` is {domain.share:g}, but `domains.{name}.data.train` names no tasks")
+        total = sum(domain.share for domain in self.domains.values())
+        if abs(total - 1.0) > 1e-6:
+            shares = " + ".join(f"{domain.share:g}" for domain in self.domains.values())
+            raise ValueError(f"the shares of `domains` sum to {total:g} ({shares}); 1 was expected")
         return self
 
     @model_validator(mode="after")
     def sections_fit(self) -> RlConfig:
-        if not self.rewards and self.env.kind == "single_turn":
-            raise ValueError("`rewards` is empty and `env.kind` is single_turn, which gives none: name at least one reward")
-        if self.data.heldout is None:
+        for name, domain in self.mixture.items():
+            if domain.rewards or domain.env.kind != "single_turn":
+                continue
+            if name == ANY:
+                raise ValueError("`rewards` is empty and `env.kind` is single_turn, which gives none: name at least one reward")
+            raise ValueError(
+                f"domain '{name}' has no reward: neither `domains.{name}.rewards` nor `rewards` names one, and its environment, "
+                f"single_turn, gives none"
+            )
+        if not self.has_heldout:
             if self.eval.every:
-                raise ValueError("`eval.every` is set but `data.heldout` names no tasks to evaluate on")
+                raise ValueError("`eval.every` is set but neither `data.heldout` nor a domain names tasks to evaluate on")
             if self.warmup and self.warmup.compare:
-                raise ValueError("`warmup.compare` is set but `data.heldout` names no tasks to compare on")
+                raise ValueError("`warmup.compare` is set but neither `data.heldout` nor a domain names tasks to compare on")
         if self.rollout.max_staleness > 0 and self.algo.correction is None:
             raise ValueError(
                 f"`rollout.max_staleness` is {self.rollout.max_staleness}, so older weights sample some of the tokens: say how that is "

@@ -6,6 +6,7 @@ import inspect
 import re
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -53,8 +54,29 @@ def _rows(model: type[BaseModel], prefix: str, skip: tuple[str, ...] = ()) -> It
         inner = f"{key}.<n>." if get_origin(info.annotation) is tuple else f"{key}.<name>." if many else f"{key}."
         if family is None:
             yield from _rows(section, inner)
-        else:
+        elif _homes()[family] == key:
             yield from _variant_rows(family, section, inner)
+        else:
+            yield f"| `{inner}…` |  |  | As under `{_homes()[family]}`. |"
+
+
+@cache
+def _homes() -> dict[str, str]:
+    """Family → the key under which its options are explained: the shortest one."""
+    homes: dict[str, str] = {}
+
+    def visit(model: type[BaseModel], prefix: str) -> None:
+        for name, info in model.model_fields.items():
+            family, section = _inside(Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation)
+            key = f"{prefix}{name}"
+            if family is not None and key.count(".") < homes.get(family, "." * 9).count("."):
+                homes[family] = key
+            elif family is None and section is not None:
+                visit(section, f"{key}.")
+
+    for pipeline in PIPELINES.values():
+        visit(pipeline, "")
+    return homes
 
 
 def _variant_rows(family: str, base: type[BaseModel], prefix: str) -> Iterator[str]:

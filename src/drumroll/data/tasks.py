@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drumroll.config.models import SourceConfig
-from drumroll.data.rows import Located, Row, plain, read_rows
+from drumroll.config.models import ANY, SourceConfig
+from drumroll.data.rows import Row, read_rows
 from drumroll.errors import DataError
 from drumroll.registry import nearest
 from drumroll.types import Message, Task
@@ -22,35 +22,40 @@ class Demonstration:
     messages: tuple[Message, ...] | None = None
 
 
-def load_tasks(source: SourceConfig, *, needed_fields: Collection[str] = (), split_label: str, needs_prompt: bool = True) -> list[Task]:
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the rows of a domain must hold."""
+
+    columns: tuple[str, ...] = ()
+    """That something will read, for example a reward."""
+    prompt: bool = True
+    """False where the environment makes its prompts itself: the prompt column may then be missing."""
+
+
+def load_tasks(source: SourceConfig, *, split_label: str, needs: Mapping[str, Needs] | None = None) -> list[Task]:
     """Every row of a source as a task, named by its id column or `<split label>-<row number>`, from 0.
 
-    `needed_fields` are columns that something else will read, for example a reward. `needs_prompt=False` is for
-    environments that make their prompts themselves: the prompt column may then be missing.
-    """
-    return _tasks(read_rows(source), source, needed_fields, split_label, needs_prompt)
-
-
-def tasks_from_rows(
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    prompt_field: str = "prompt",
-    id_field: str | None = None,
-    domain: str = "default",
-    needed_fields: Collection[str] = (),
-    split_label: str = "train",
-    needs_prompt: bool = True,
-) -> list[Task]:
-    """Tasks from mappings in memory, by the same rules as `load_tasks`."""
-    located: list[Located] = []
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise DataError(f"tasks, row {number}: {_short(row)} is not a mapping such as {{'prompt': '2+2=', 'answer': '4'}}.")
-        located.append((f"row {number}", plain(row, f"tasks, row {number}")))
-    if not located:
-        raise DataError("tasks: there are none.")
-    source = SourceConfig(path="tasks", prompt_field=prompt_field, id_field=id_field, domain=domain)
-    return _tasks(located, source, needed_fields, split_label, needs_prompt)
+    `needs` says of each domain what its rows must hold; `*` stands for every other domain, and without it there must not be any."""
+    needs = {ANY: Needs()} if needs is None else needs
+    tasks: dict[str, tuple[str, Task]] = {}
+    for number, (where, row) in enumerate(read_rows(source)):
+        place = f"'{source.path}', {where}"
+        domain = _domain(row, source.domain, needs, place)
+        needed = needs.get(domain, needs.get(ANY, Needs()))
+        _require(row, dict.fromkeys(needed.columns, ""), place)
+        if source.id_field is not None:
+            _require(row, {source.id_field: "id_field"}, place)
+        if needed.prompt:
+            _require(row, {source.prompt_field: "prompt_field"}, place)
+        task_id = f"{split_label}-{number}" if source.id_field is None else _id(row[source.id_field], source.id_field, place)
+        if task_id in tasks:
+            raise DataError(
+                f"{place}: id '{task_id}' was already used in {tasks[task_id][0]}; column '{source.id_field}' must name each row."
+            )
+        shown = row.get(source.prompt_field)
+        prompt, messages = _prompt(shown, source.prompt_field, place) if needed.prompt or shown is not None else (None, None)
+        tasks[task_id] = where, Task(task_id, prompt, messages, domain, row)
+    return [task for _, task in tasks.values()]
 
 
 def load_demonstrations(source: SourceConfig, completion_field: str = "completion") -> list[Demonstration]:
@@ -67,29 +72,6 @@ def load_demonstrations(source: SourceConfig, completion_field: str = "completio
     return demonstrations
 
 
-def _tasks(
-    rows: Iterable[Located], source: SourceConfig, needed_fields: Collection[str], split_label: str, needs_prompt: bool
-) -> list[Task]:
-    needed = dict.fromkeys(needed_fields, "")
-    if needs_prompt:
-        needed[source.prompt_field] = "prompt_field"
-    if source.id_field is not None:
-        needed[source.id_field] = "id_field"
-    tasks: dict[str, tuple[str, Task]] = {}
-    for number, (where, row) in enumerate(rows):
-        place = f"'{source.path}', {where}"
-        _require(row, needed, place)
-        task_id = f"{split_label}-{number}" if source.id_field is None else _id(row[source.id_field], source.id_field, place)
-        if task_id in tasks:
-            raise DataError(
-                f"{place}: id '{task_id}' was already used in {tasks[task_id][0]}; column '{source.id_field}' must name each row."
-            )
-        shown = row.get(source.prompt_field)
-        prompt, messages = _prompt(shown, source.prompt_field, place) if needs_prompt or shown is not None else (None, None)
-        tasks[task_id] = where, Task(task_id, prompt, messages, _domain(row, source.domain, place), row)
-    return [task for _, task in tasks.values()]
-
-
 def _require(row: Row, columns: Mapping[str, str], place: str) -> None:
     """Every column must be there; `columns` maps each to the config key that names it, or to nothing."""
     for column, key in columns.items():
@@ -104,12 +86,17 @@ def _id(value: Any, column: str, place: str) -> str:
     return str(value)
 
 
-def _domain(row: Row, default: str, place: str) -> str:
+def _domain(row: Row, default: str, needs: Mapping[str, Needs], place: str) -> str:
     domain = row.get("domain")
     if domain is None:
-        return default
+        domain = default
     if not isinstance(domain, str) or not domain:
         raise DataError(f"{place}: column 'domain' holds {_short(domain)}; a name was expected.")
+    if domain not in needs and ANY not in needs:
+        raise DataError(
+            f"{place}: its domain is '{domain}'; {' or '.join(needs)} was expected.{nearest(domain, needs)} A column `domain` in the "
+            f"row, or `domain` beside the path, says which it is; `domains` names those that there are."
+        )
     return domain
 
 

@@ -1,4 +1,5 @@
-"""Whether a folder is a causal language model that can be used, seen from its files alone: neither weights nor torch are loaded."""
+"""Whether a folder is a causal language model or a reward model that can be used, seen from its files alone: neither weights nor torch
+are loaded."""
 
 from __future__ import annotations
 
@@ -15,11 +16,22 @@ TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "me
 # Architecture names that are causal language models by their ending; others are looked up in transformers' table, which costs seconds.
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
+CLASSIFIER_ENDING = "ForSequenceClassification"
+
 
 def check_folder(folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Raise a `ModelError` that says what is missing or wrong."""
-    config = _config(folder)
-    _check_architecture(folder, config, trust_remote_code)
+    """Raise a `ModelError` that says what is missing or wrong in the folder of a causal language model."""
+    _check_architecture(folder, _config(folder), trust_remote_code)
+    _check_files(folder)
+
+
+def check_classifier_folder(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Raise a `ModelError` that says what is missing or wrong in the folder of a reward model: a classifier with a single label."""
+    _check_head(folder, _config(folder), trust_remote_code)
+    _check_files(folder)
+
+
+def _check_files(folder: Path) -> None:
     for file in _weight_files(folder):
         _check_safetensors(file)
     if not any(all((folder / name).exists() for name in names) for names in TOKENIZER_FILES):
@@ -60,7 +72,7 @@ def _check_architecture(folder: Path, config: dict[str, Any], trust_remote_code:
             f"'{folder}': transformers {transformers.__version__} knows no model_type '{model_type}'."
             f"{nearest(model_type, CONFIG_MAPPING_NAMES)}{remote}"
         )
-    architectures = [name for name in config.get("architectures") or () if isinstance(name, str)]
+    architectures = _architectures(config)
     if any(name.endswith(CAUSAL_ENDINGS) for name in architectures):
         return
 
@@ -70,6 +82,29 @@ def _check_architecture(folder: Path, config: dict[str, Any], trust_remote_code:
     if expected is None or (architectures and expected not in architectures):
         is_a = ", ".join(architectures) or f"of type '{model_type}'"
         raise ModelError(f"'{folder}' is not a causal language model: it is {is_a}.{remote}")
+
+
+def _check_head(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
+    if "AutoModelForSequenceClassification" in config.get("auto_map", {}):
+        if not trust_remote_code:
+            raise ModelError(f"'{folder}' comes with Python code of its own; set `trust_remote_code: true` beside its path to run that.")
+    elif not any(name.endswith(CLASSIFIER_ENDING) for name in _architectures(config)):
+        is_a = ", ".join(_architectures(config)) or f"of type '{config.get('model_type')}'"
+        raise ModelError(
+            f"'{folder}' is not a reward model: it is {is_a}. A sequence classification head with one label was expected, as "
+            f"`AutoModelForSequenceClassification` saves it."
+        )
+    labels = config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # two are the default, which is not written down
+    if num_labels != 1:
+        raise ModelError(
+            f"'{folder}' is a classifier with {num_labels} labels; a reward model has a single one, whose logit is the score. "
+            f"Give the folder of a model that was trained with num_labels=1."
+        )
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    return [name for name in config.get("architectures") or () if isinstance(name, str)]
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from drumroll.config.models import RlConfig
 from drumroll.pipelines.fleet import Fleet
@@ -15,9 +16,10 @@ from drumroll.types import SampleInfo, Task, Version
 class Evaluator:
     """Runs the same held-out tasks with the same seeds each time, so that two evaluations differ only by the weights."""
 
-    def __init__(self, cfg: RlConfig, tasks: Sequence[Task], fleet: Fleet, rec: Recorder) -> None:
+    def __init__(self, cfg: RlConfig, tasks: Mapping[str, Sequence[Task]], fleet: Fleet, rec: Recorder) -> None:
+        """`tasks` by domain."""
         self._cfg = cfg
-        self._tasks = tasks[: cfg.eval.num_tasks]
+        self._tasks = [(task, cfg.mixture[name].sampling) for name, of_domain in tasks.items() for task in of_domain[: cfg.eval.num_tasks]]
         self._fleet = fleet
         self._rec = rec
 
@@ -44,11 +46,17 @@ class Evaluator:
             return {mode: self._mode(label, step, version, mode) for mode in ("sampled", "greedy")}
 
     def _mode(self, label: str, step: int, version: Version, mode: str) -> list[SampleInfo]:
-        sampling = self._cfg.rollout.sampling.resolve(**({"temperature": 0.0} if mode == "greedy" else {}))
         size = self._cfg.eval.samples_per_task if mode == "sampled" else 1
         requests = [
-            GroupRequest(f"{label}/{step:06d}/{mode}/{place:05d}", task, size, ("eval", mode)) for place, task in enumerate(self._tasks)
+            GroupRequest(
+                group_id=f"{label}/{step:06d}/{mode}/{place:05d}",
+                task=task,
+                size=size,
+                seed_parts=("eval", mode),
+                sampling=replace(sampling, temperature=0.0) if mode == "greedy" else sampling,
+            )
+            for place, (task, sampling) in enumerate(self._tasks)
         ]
-        rollout = self._fleet.roll_out(requests, sampling, version)
+        rollout = self._fleet.roll_out(requests, version)
         self._fleet.record(label, step, rollout)
         return rollout.samples

@@ -1,6 +1,7 @@
 """Every cluster of a run, behind the few verbs that the loops need. Which devices they use is the arbiter's business.
 
 controller ── scheduler ──► environment workers ──► engines          rollout
+     │                              └────────────► reward workers
      │                              └── blocks ──► assembler ──► trainers, reference     score, update
      │                              └── blocks ──► recorder                              record
      └── trainers ── weights ──► engines                                                 sync
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,13 +32,13 @@ from drumroll.plan import Placement, Plan, make_plan
 from drumroll.plan.placement import Helper
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
-from drumroll.rollout.filters import GroupFilters
+from drumroll.rollout.filters import GroupFilters, reject_by_domain
 from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.scheduler import Limits
 from drumroll.rollout.service import RolloutService
 from drumroll.rollout.source import GroupRequest, ListSource, Source
 from drumroll.rollout.stream import Policy, Rollout, Stream
-from drumroll.types import Sampling, Schedule, Version
+from drumroll.types import Schedule, Version
 
 Metrics = Mapping[str, float]
 Phase = Literal["warmup", "rl", "comparison", "sft"]
@@ -96,6 +98,7 @@ class Fleet:
         self.recorder: Cluster
         self.engines: Cluster
         self.environments: Cluster
+        self.rewards: Cluster | None = None
         self.reference: Cluster | None = None
         self._rollouts: RolloutService
         self._training: Stream | None = None
@@ -108,7 +111,7 @@ class Fleet:
         algo = cfg.algo.model_dump(mode="json")
         self._start_together(
             trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
-            assembler=lambda: self._assembler(algo=algo, constant_length=cfg.rollout.sampling.max_new_tokens),
+            assembler=lambda: self._assembler(algo=algo, constant_length=_longest_reply(cfg)),
         )
 
     def start_sft(self, cfg: SftRunConfig) -> None:
@@ -123,15 +126,19 @@ class Fleet:
         """Everything but the reference, which starts from the warmed-up weights."""
         demonstrations = self._demonstrations(cfg.warmup, cfg) if cfg.warmup else None
         algo = cfg.algo.model_dump(mode="json")
-        budget = cfg.rollout.sampling.max_new_tokens
+        budget = _longest_reply(cfg)
+        pooled = {"rewards": lambda: self._rewards(cfg)} if self._plan.workers("reward") else {}
         self._start_together(
             trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
             engines=lambda: self._engines(cfg),
             environments=lambda: self._environments(cfg),
             assembler=lambda: self._assembler(demonstrations=demonstrations, algo=algo, constant_length=budget),
             recorder=lambda: self._helper("recorder", LOCAL, "drumroll.workers.recorder:RecorderWorker", folder=str(self._folder.store)),
+            **pooled,
         )
-        self.environments.all("connect", self.engines.handles)
+        if self.rewards is not None:
+            self.rewards.all("open")
+        self.environments.all("connect", self.engines.handles, self.rewards.handles if self.rewards is not None else ())
         self._register_engines(background=False)
         rollout = cfg.rollout
         limits = Limits(rollout.deadline_s, rollout.stall_s, rollout.max_attempts)
@@ -177,9 +184,9 @@ class Fleet:
             self.record("train", step, self._rollouts.close(self._training))
             self._training = None
 
-    def roll_out(self, requests: Sequence[GroupRequest], sampling: Sampling, version: Version) -> Rollout:
+    def roll_out(self, requests: Sequence[GroupRequest], version: Version) -> Rollout:
         """Run exactly these groups to their ends on the engines' current weights."""
-        stream = self._rollouts.open(ListSource(requests), Policy(sampling, is_urgent=True))
+        stream = self._rollouts.open(ListSource(requests), Policy(is_urgent=True))
         with self._arbiter.grant("actor_infer"):
             rollout = self._rollouts.take(stream, len(requests), version.step)
         self._rollouts.close(stream)
@@ -321,8 +328,10 @@ class Fleet:
     def _environments(self, cfg: RlConfig) -> Cluster:
         kwargs = {
             "model_folder": str(self._model_folder),
-            "env": cfg.env.model_dump(mode="json"),
-            "rewards": [reward.model_dump(mode="json") for reward in cfg.rewards],
+            "domains": {
+                name: {"env": domain.env.model_dump(mode="json"), "rewards": [reward.model_dump(mode="json") for reward in domain.rewards]}
+                for name, domain in cfg.mixture.items()
+            },
             "max_turns": cfg.rollout.max_turns,
             "max_tokens": self._max_tokens(cfg),
             "env_deadline_s": cfg.rollout.env_deadline_s,
@@ -331,6 +340,13 @@ class Fleet:
         }
         placements = self._plan.workers("environment")
         return Cluster.launch(self._session, placements, "drumroll.workers.environment:EnvironmentWorker", kwargs=kwargs)
+
+    def _rewards(self, cfg: RlConfig) -> Cluster:
+        kwargs = {
+            "rewards": {name: [reward.model_dump(mode="json") for reward in domain.rewards] for name, domain in cfg.mixture.items()},
+            "deadline_s": cfg.rollout.reward_deadline_s,
+        }
+        return Cluster.launch(self._session, self._plan.workers("reward"), "drumroll.workers.reward:RewardWorker", kwargs=kwargs)
 
     def _assembler(self, **kwargs: Any) -> Cluster:
         trainers = self._plan.workers("actor_train")
@@ -404,17 +420,22 @@ class Fleet:
 
 def _training_policy(cfg: RlConfig) -> Policy:
     rollout = cfg.rollout
+    filters = {name: GroupFilters(domain.filters) for name, domain in cfg.mixture.items() if domain.filters}
     return Policy(
-        sampling=rollout.sampling.resolve(),
         max_staleness=rollout.max_staleness,
         min_group_size=rollout.smallest_group,
         extra_groups=rollout.extra_groups,
         extra_samples=rollout.extra_samples,
         tail_batching=rollout.tail_batching,
-        filters=GroupFilters(rollout.filters) if rollout.filters else None,
+        filters=partial(reject_by_domain, filters) if filters else None,
         max_rejected=rollout.rejection_cap,
         max_failed=rollout.groups_per_step - 1,
     )
+
+
+def _longest_reply(cfg: RlConfig) -> int:
+    """Tokens that a reply may have, in the domain that allows most."""
+    return max(domain.sampling.max_new_tokens for domain in cfg.mixture.values())
 
 
 @contextmanager

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 from drumroll.algo.algorithm import build_algorithm
-from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig, SourceConfig
-from drumroll.data.cursor import TaskCursor
-from drumroll.data.tasks import load_demonstrations, load_tasks
+from drumroll.config.models import (
+    ANY,
+    DataConfig,
+    Domain,
+    DomainData,
+    RewardConfig,
+    RlConfig,
+    Role,
+    RunConfig,
+    SftConfig,
+    SftRunConfig,
+    SourceConfig,
+)
+from drumroll.data.tasks import Needs, load_demonstrations, load_tasks
 from drumroll.envs.base import Env
-from drumroll.errors import ConfigError
+from drumroll.errors import ConfigError, DataError, ModelError
+from drumroll.hub import resolve_folder
+from drumroll.models.folder import check_classifier_folder, check_folder
 from drumroll.models.prepare import check_model
 from drumroll.plan.mapping import make_plan
 from drumroll.plan.placement import Plan
 from drumroll.plan.pool import Pool, local_pool, parse_pool
 from drumroll.record.metrics import check_sinks
 from drumroll.registry import REGISTRY
+from drumroll.rewards.place import ChatModel, ScoreModel
+from drumroll.rewards.reward import Reward
 from drumroll.types import Task
 
 
@@ -27,15 +41,17 @@ class RlJob:
     """Everything that the `rl` pipeline needs before workers start."""
 
     cfg: RlConfig
-    cursor: TaskCursor
-    heldout: Sequence[Task]
+    tasks: Mapping[str, Sequence[Task]]
+    """To train on, by domain."""
+    heldout: Mapping[str, Sequence[Task]]
+    """To evaluate on, by domain."""
     roles: tuple[Role, ...]
     notes: tuple[str, ...] = ()
     """What the user may not expect."""
 
     def describe(self) -> str:
         roles = ", ".join(self.roles)
-        return f"{len(self.cursor)} training tasks, {len(self.heldout)} held-out tasks, {self.cfg.max_steps} steps, roles {roles}"
+        return f"{_count(self.tasks)} training tasks, {_count(self.heldout)} held-out tasks, {self.cfg.max_steps} steps, roles {roles}"
 
 
 @dataclass(frozen=True)
@@ -78,24 +94,95 @@ def plan_for(cfg: RunConfig, pool: str | None = None) -> tuple[Plan, Pool]:
 
 
 def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
-    """A role exists only when the algorithm needs it."""
+    """A role exists only when something needs it."""
     if not isinstance(cfg, RlConfig):
         return ("actor_train",)
     needs = build_algorithm(cfg.algo).needs
     reference: tuple[Role, ...] = ("reference",) if "ref_logp" in needs else ()
-    return ("actor_train", "actor_infer", *reference, "environment")
+    pooled = any(reward.seat != "inline" for domain in cfg.mixture.values() for reward in domain.rewards)
+    reward: tuple[Role, ...] = ("reward",) if pooled else ()
+    return ("actor_train", "actor_infer", *reference, *reward, "environment")
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
-    env = REGISTRY.lookup("env", cfg.env.kind).target
-    if not (isinstance(env, type) and issubclass(env, Env)):
-        raise ConfigError(f"`env.kind`: '{cfg.env.kind}' is not an environment: a class that extends drumroll.envs.base.Env was expected.")
-    load = partial(load_tasks, needed_fields=_columns(cfg), needs_prompt=env.needs_prompt)
-    tasks = load(cfg.data.train, split_label="train")
-    heldout = load(cfg.data.heldout, split_label="heldout") if cfg.data.heldout else []
+    needs = {name: _needs(domain) for name, domain in cfg.mixture.items()}
+    tasks = _load(cfg, needs, "train", lambda data: data.train)
+    heldout = _load(cfg, needs, "heldout", lambda data: data.heldout)
+    for name, domain in cfg.mixture.items():
+        if domain.share and not tasks[name]:
+            raise DataError(f"domain '{name}' has a share of {domain.share:g} and no training task: no row of `data.train` says {name}.")
+        _check_tasks(domain, [*tasks[name], *heldout[name]])
     if cfg.warmup:
         _check_demonstrations(cfg.warmup)
-    return RlJob(cfg, TaskCursor(tasks, cfg.seed), heldout, roles_of(cfg))
+    return RlJob(cfg, tasks, heldout, roles_of(cfg))
+
+
+def _load(
+    cfg: RlConfig, needs: Mapping[str, Needs], label: str, split: Callable[[DataConfig | DomainData], SourceConfig | None]
+) -> dict[str, list[Task]]:
+    """The tasks of every domain: from its own source, or from the run's by the rows' column `domain`."""
+    own = {name: split(domain.data) for name, domain in cfg.mixture.items() if domain.data is not None}
+    shared = split(cfg.data) if cfg.data is not None and len(own) < len(cfg.mixture) else None
+    expected = {name: need for name, need in needs.items() if name not in own}
+    rows = load_tasks(shared, split_label=label, needs=expected) if shared is not None else []
+    loaded: dict[str, list[Task]] = {}
+    for name in cfg.mixture:
+        source = own.get(name)
+        if name not in own:
+            loaded[name] = [task for task in rows if name in (ANY, task.domain)]
+        elif source is None:
+            loaded[name] = []
+        else:
+            source = source.model_copy(update={"domain": name})
+            loaded[name] = load_tasks(source, split_label=f"{name}-{label}", needs={name: needs[name]})
+    return loaded
+
+
+def _needs(domain: Domain) -> Needs:
+    env = REGISTRY.lookup("env", domain.env.kind).target
+    if not (isinstance(env, type) and issubclass(env, Env)):
+        raise ConfigError(
+            f"`env.kind`: '{domain.env.kind}' is not an environment: a class that extends drumroll.envs.base.Env was expected."
+        )
+    columns = [column for reward in domain.rewards for column in _columns(reward)]
+    if domain.curriculum is not None and domain.curriculum.level_field is not None:
+        columns.append(domain.curriculum.level_field)
+    return Needs(tuple(columns), env.needs_prompt)
+
+
+def _columns(reward: RewardConfig) -> list[str]:
+    """Dataset columns that a reward names in options called `field` or `…_field`."""
+    options = reward.model_dump().items()
+    return [value for name, value in options if (name == "field" or name.endswith("_field")) and isinstance(value, str)]
+
+
+def _check_tasks(domain: Domain, tasks: Sequence[Task]) -> None:
+    """Let every reward that can look at the tasks beforehand."""
+    for config in domain.rewards:
+        _check_reward_model(config)
+        reward = Reward(config)
+        for task in tasks:
+            try:
+                reward.check_task(task)
+            except ValueError as error:
+                raise DataError(f"task '{task.id}': reward '{reward.name}' cannot judge it: {error}") from error
+
+
+def _check_reward_model(config: RewardConfig) -> None:
+    """The folder of the model that a reward brings, if it does."""
+    for name in type(config).model_fields:
+        model = getattr(config, name)
+        if isinstance(model, ScoreModel | ChatModel):
+            folder = resolve_folder(model.path, model.revision, "model", ModelError)
+            check = check_classifier_folder if isinstance(model, ScoreModel) else check_folder
+            check(folder, trust_remote_code=model.trust_remote_code)
+
+
+def _count(tasks: Mapping[str, Sequence[Task]]) -> str:
+    """`120`, or `120 (math 80, code 40)`."""
+    total = sum(map(len, tasks.values()))
+    by_domain = ", ".join(f"{name} {len(of_domain)}" for name, of_domain in tasks.items())
+    return f"{total} ({by_domain})" if total and len(tasks) > 1 else str(total)
 
 
 def _prepare_sft(cfg: SftRunConfig) -> SftJob:
@@ -107,9 +194,3 @@ def _prepare_sft(cfg: SftRunConfig) -> SftJob:
 
 def _check_demonstrations(cfg: SftConfig, source: SourceConfig | None = None) -> int:
     return len(load_demonstrations(source or cfg.data, cfg.completion_field))
-
-
-def _columns(cfg: RlConfig) -> list[str]:
-    """Dataset columns that rewards name in options called `field` or `…_field`."""
-    options = [option for reward in cfg.rewards for option in reward.model_dump().items()]
-    return [value for name, value in options if (name == "field" or name.endswith("_field")) and isinstance(value, str)]

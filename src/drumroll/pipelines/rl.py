@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from drumroll.config.models import RlConfig
+from collections.abc import Callable
+
+from drumroll.config.models import ANY, RlConfig
+from drumroll.data.curriculum import Curriculum
+from drumroll.data.cursor import TaskCursor
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.fleet import Fleet, launch
 from drumroll.pipelines.job import RlJob
@@ -10,14 +14,15 @@ from drumroll.pipelines.keeper import Incarnation, Keeper, Progress
 from drumroll.pipelines.sft import compare, warm_up
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import MAX_NONFINITE, Recorder
-from drumroll.rollout.source import TaskSource
+from drumroll.rollout.source import Mixture, Source, TaskSource
+from drumroll.types import sample_seed
 
 
 def run(job: RlJob, folder: RunFolder, life: Incarnation) -> None:
     """Warm up, train for `max_steps`, compare: each phase from where the run stands."""
     cfg = job.cfg
     progress = Progress("warmup" if cfg.warmup else "rl")
-    source = TaskSource(job.cursor, cfg.rollout.groups_per_step, cfg.rollout.group_size, attempt=lambda: progress.rollbacks)
+    source = training_source(job, attempt=lambda: progress.rollbacks)
     with (
         Recorder(cfg, folder) as rec,
         launch(job, folder, rec) as fleet,
@@ -34,9 +39,28 @@ def run(job: RlJob, folder: RunFolder, life: Incarnation) -> None:
             compare(cfg.warmup, fleet, rec, keeper, evaluator)
 
 
-def reinforce(
-    cfg: RlConfig, source: TaskSource, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluator: Evaluator
-) -> None:
+def training_source(job: RlJob, attempt: Callable[[], int]) -> TaskSource | Mixture:
+    """Where training tasks come from: one domain's, or all domains' by their shares."""
+    sources: dict[str, TaskSource] = {}
+    for name, domain in job.cfg.mixture.items():
+        if domain.share == 0:
+            continue
+        seed = job.cfg.seed if name == ANY else sample_seed(job.cfg.seed, "domain", name)
+        cursor = TaskCursor(job.tasks[name], seed)
+        sources[name] = TaskSource(
+            Curriculum(cursor, domain.curriculum) if domain.curriculum else cursor,
+            groups_per_round=max(1, round(domain.share * job.cfg.rollout.groups_per_step)),
+            group_size=job.cfg.rollout.group_size,
+            sampling=domain.sampling,
+            label="train" if name == ANY else f"train/{name}",
+            attempt=attempt,
+        )
+    if ANY in sources:
+        return sources[ANY]
+    return Mixture(sources, {name: domain.share for name, domain in job.cfg.mixture.items()})
+
+
+def reinforce(cfg: RlConfig, source: Source, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluator: Evaluator) -> None:
     """Steps until `max_steps`, with an evaluation before the first, after the last, and in between."""
     progress = keeper.progress
     if not progress.begun:

@@ -19,7 +19,7 @@ AUTO_CPU_SLOTS = 4
 libraries, and the small models that CPUs can train gain nothing from more of them. `ray.cpu_slots` lifts the limit."""
 
 HOST_ROLES: tuple[Role, ...] = ("environment", "reward")
-"""Roles that run on host processors unless told otherwise, in as many workers as `rollout.num_env_workers` says."""
+"""Roles that run on host processors unless told otherwise, in as many workers as `rollout.num_env_workers` and `reward_workers` say."""
 
 INSTANCE_ROLES: tuple[Role, ...] = ("actor_infer", "reward")
 """Roles whose instance is one worker with `tp` devices; in the others every device is a rank of its own."""
@@ -38,7 +38,8 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
       With a `rollout.max_staleness` above 0 both work at the same time, and so on devices of their own where there are two or
       more: trainers on the first half of the GPUs or the first CPU slot, engines on the others;
     - `reference` and `critic`: the devices of `actor_train`;
-    - `environment` and `reward`: host processors, workers dealt out over the nodes.
+    - `environment` and `reward`: host processors, workers dealt out over the nodes; but `reward` the devices of `actor_train` where
+      it serves a model.
 
     Such a choice leaves devices over that are too few for an instance of `parallel.<role>.tp`; an explicit map must fit exactly.
     `num_parameters` is the model's size where the caller knows better than `config.model` and the files it names.
@@ -68,9 +69,10 @@ def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
     """The role's devices or hosts: as the map says, or the default."""
     if isinstance(config.devices, dict) and role in config.devices:
         return select(role, config.devices[role], pool)
-    if role in HOST_ROLES:
+    serves_model = role == "reward" and isinstance(config, RlConfig) and _rewards_need_devices(config)
+    if role in HOST_ROLES and not serves_model:
         return hosts(pool, {})
-    if role in ("reference", "critic"):
+    if role in ("reference", "critic", "reward"):
         trainer = config.parallel["actor_train"].tp if "actor_train" in config.parallel else 1
         beside = _selection("actor_train", config, pool, trainer)
         return Selection(_whole_instances(role, beside.devices, tp)) if beside.devices else beside
@@ -79,6 +81,17 @@ def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
         devices = _one_kind(devices, pool)
         devices = devices if devices[0].kind == "gpu" else devices[:tp]
     return Selection(devices)
+
+
+def _rewards_need_devices(config: RlConfig) -> bool:
+    return any(reward.seat == "device" for domain in config.mixture.values() for reward in domain.rewards)
+
+
+def _host_workers(role: Role, config: RunConfig) -> int:
+    """Workers of a role that runs on host processors."""
+    if not isinstance(config, RlConfig) or role not in HOST_ROLES:
+        return 1
+    return config.reward_workers if role == "reward" else config.rollout.num_env_workers
 
 
 def _accelerators(config: RunConfig, pool: Pool) -> tuple[Device, ...]:
@@ -123,7 +136,7 @@ def _place(role: Role, selection: Selection, tp: int, config: RunConfig, pool: P
     if selection.hosts:
         if tp > 1:
             raise PlanError(f"`parallel.{role}.tp` is {tp}, but {role} runs on host processors, without devices to span. Leave it out.")
-        wanted = config.rollout.num_env_workers if role in HOST_ROLES and isinstance(config, RlConfig) else 1
+        wanted = _host_workers(role, config)
         # Dealt out in turn, then ordered by node, so that neighbouring ranks stand on one node.
         nodes = sorted(rank % len(selection.hosts) for rank in range(wanted))
         return tuple(Placement(role, rank, selection.hosts[node], (), "cpu") for rank, node in enumerate(nodes))

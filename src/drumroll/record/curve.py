@@ -65,8 +65,13 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[dict[str, Any]]) -> None
     sampled, greedy = _series(own, "sampled"), _series(own, "greedy")
     if greedy:
         _dots(axes, greedy, "held-out, greedy", is_greedy=True)
+    domains = dict.fromkeys(name for record in own for name in record if name.startswith("sampled/"))
+    for number, name in enumerate(domains):
+        points = _series(own, name)
+        style = ("-", "--", ":", "-.")[number % 4]
+        axes.plot(*_xy(points), color=INK, alpha=0.55, linewidth=1.0, linestyle=style, marker=".", label=name.partition("/")[2])
     if sampled:
-        _dots(axes, sampled, "held-out, sampled")
+        _dots(axes, sampled, "held-out, sampled" + (", mean of the domains" if domains else ""))
         for point in {sampled[0], sampled[-1]}:
             _label(axes, point)
     comparison = _series([record for record in evaluations if record.get("stage") == "comparison"], "sampled")

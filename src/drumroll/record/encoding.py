@@ -27,13 +27,13 @@ _TUPLE, _ARRAY, _BIG_INT = 1, 2, 3
 _REPR_CHARACTERS = 200
 
 
-_STORED = tuple(f.name for f in fields(Trajectory) if f.name != "life")
+_STORED = tuple(f.name for f in fields(Trajectory) if f.name not in ("life", "reward_stats"))
 _TASK = tuple(f.name for f in fields(Task))
 _SAMPLING = tuple(f.name for f in fields(Sampling))
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """The trajectory as msgpack, without its life: the store has that in the sample's row."""
+    """The trajectory as msgpack, without its life, which the store has in the sample's row, and without what its rewards cost."""
     values = {name: getattr(trajectory, name) for name in _STORED}
     task = {name: getattr(trajectory.task, name) for name in _TASK}
     turns = [[turn.author, turn.start, turn.end, turn.text] for turn in trajectory.turns]  # packed much faster than tuples
@@ -42,7 +42,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(payload: bytes) -> Trajectory:
-    """The trajectory that `encode_trajectory` was given, without its life."""
+    """The trajectory that `encode_trajectory` was given, without its life and what its rewards cost."""
     values = _unpack(payload)
     found = values["format"]
     if found > FORMAT:

@@ -74,6 +74,7 @@ class Recorder:
         self._exit = ExitStack()
         self._idle_steps = 0
         self._is_asynchronous = isinstance(cfg, RlConfig) and cfg.rollout.max_staleness > 0
+        self._domains = tuple(cfg.domains) if isinstance(cfg, RlConfig) else ()
         self._pulled = isinstance(cfg, RlConfig) and cfg.algo.kl is not None
         """Whether a reference gives every token a gradient, also where rewards say nothing."""
         self._scores: dict[EvalStage, Scores] = {}
@@ -122,8 +123,9 @@ class Recorder:
         generating_s = sum(times.values()) if self._is_asynchronous else times.get("time/rollout_s", 0.0)
         metrics = {
             **sample_metrics(samples),
+            **domain_metrics(samples, self._domains),
             TOKENS_PER_S: new_tokens / max(1e-9, generating_s),
-            **batch,
+            **{name: value for name, value in batch.items() if self._domains or not name.startswith("domain/")},
             **mean_of_updates(updates),
             **times,
             "utilisation/actor_train": training_s / max(1e-9, sum(times.values())),
@@ -157,7 +159,9 @@ class Recorder:
 
     def log_evaluation(self, step: int, samples: Mapping[str, Sequence[SampleInfo]], *, comparison: bool = False) -> None:
         """Results on the held-out tasks by mode; as success where the task knows it, as mean reward otherwise."""
-        scores = {mode: score(of_mode) for mode, of_mode in samples.items()}
+        scores = {
+            name: value for mode, of_mode in samples.items() for name, value in scores_by_domain(mode, of_mode, self._domains).items()
+        }
         stage: EvalStage = "comparison" if comparison else "before" if step == 0 else "after" if step == self._steps else "during"
         extra = {f"{mode}_{name}": value for mode, of_mode in samples.items() for name, value in sample_metrics(of_mode).items()}
         self._scores[stage] = scores
@@ -259,6 +263,24 @@ def score(samples: Sequence[SampleInfo]) -> float:
     return fmean(successes or [sample.reward for sample in samples if sample.reward is not None] or [nan])
 
 
+def scores_by_domain(mode: str, samples: Sequence[SampleInfo], domains: Sequence[str]) -> dict[str, float]:
+    """The score of a mode, and of each domain as `mode/domain`; of several domains it is the mean of theirs, whatever their sizes."""
+    by_domain = {name: [sample for sample in samples if sample.domain == name] for name in domains}
+    scores = {f"{mode}/{name}": score(of_domain) for name, of_domain in by_domain.items() if of_domain}
+    return {mode: fmean(scores.values()) if scores else score(samples), **scores}
+
+
+def domain_metrics(samples: Sequence[SampleInfo], domains: Sequence[str]) -> dict[str, float]:
+    """What the samples of each domain look like: the same names, as `domain/<domain>/…`."""
+    metrics: dict[str, float] = {}
+    for domain in domains:
+        of_domain = [sample for sample in samples if sample.domain == domain]
+        metrics[f"domain/{domain}/share"] = len(of_domain) / max(1, len(samples))
+        if of_domain:
+            metrics |= {f"domain/{domain}/{name.removeprefix('rollout/')}": value for name, value in sample_metrics(of_domain).items()}
+    return metrics
+
+
 def sample_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
     """What a set of samples looks like: rewards, their parts, success, lengths, how they ended."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -273,6 +295,12 @@ def sample_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
         metrics |= {"rollout/new_tokens_mean": fmean(lengths), "rollout/new_tokens_max": max(lengths)}
     for name in sorted({name for sample in samples for name in sample.reward_parts}):
         metrics[f"reward/{name}_mean"] = fmean(sample.reward_parts[name] for sample in samples if name in sample.reward_parts)
+    for name in sorted({name for sample in samples for name in sample.reward_stats}):
+        values = [sample.reward_stats[name] for sample in samples if name in sample.reward_stats]
+        if name.endswith("_s"):
+            metrics |= {f"reward/{name}_mean": fmean(values), f"reward/{name}_max": max(values)}
+        else:
+            metrics[f"reward/{name}"] = sum(values)
     for name in sorted({name for sample in samples for name in sample.metrics}):
         metrics[f"env/{name}_mean"] = fmean(sample.metrics[name] for sample in samples if name in sample.metrics)
     for reason, count in sorted(Counter(sample.stop_reason for sample in samples).items()):

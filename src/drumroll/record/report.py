@@ -19,7 +19,7 @@ from drumroll.record.store import Bounds, Filter, Reader, SampleRow
 from drumroll.types import Trajectory
 
 Scores = Mapping[str, float]
-"""Figures of one model by name, for example `{"sampled": 0.41, "greedy": 0.58}`."""
+"""Figures of one model by name, for example `{"sampled": 0.41, "greedy": 0.58}`, and of its domains, as `sampled/math`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ def print_report(console: Console, folder: RunFolder, summary: Summary, transcri
     if summary.before or summary.after:
         console.print(Text("On held-out tasks", style="bold"))
         console.print(score_table(summary))
+        if any("/" in name for name in summary.after):
+            console.print(domain_table(summary))
     if transcripts:
         console.print(Text("The same held-out tasks before and after", style="bold"))
         console.print(transcript_table(transcripts))
@@ -87,7 +89,7 @@ def print_report(console: Console, folder: RunFolder, summary: Summary, transcri
 
 def score_table(summary: Summary) -> Table:
     """Before, after, and what the same compute gave as more SFT, where that was tried."""
-    names = list(summary.after or summary.before)
+    names = [name for name in summary.after or summary.before if "/" not in name]
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for name in names:
@@ -96,6 +98,21 @@ def score_table(summary: Summary) -> Table:
     table.add_row("after", *(_score(summary.after, name, summary.before) for name in names), style="bold")
     if summary.comparison:
         table.add_row("same compute as more SFT", *(_score(summary.comparison, name, summary.before) for name in names))
+    return table
+
+
+def domain_table(summary: Summary) -> Table:
+    """The same for each domain."""
+    columns = {"before": summary.before, "after": summary.after, "same compute as more SFT": summary.comparison}
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for title, scores in columns.items():
+        if scores:
+            table.add_column(title, justify="right")
+    for name in (name for name in summary.after if "/" in name):
+        mode, _, domain = name.partition("/")
+        base = {"before": None, "after": summary.before, "same compute as more SFT": summary.before}
+        table.add_row(f"{domain}, {mode}", *(_score(scores, name, base[title]) for title, scores in columns.items() if scores))
     return table
 
 

@@ -1,29 +1,19 @@
-"""Several rewards as one verdict.
-
-A reward is a function of a trajectory that returns a number, a mapping of named numbers, or None where it does not apply.
-Plain functions run in threads, so that a slow one does not hold up other episodes: they may be called from several threads
-at the same time. `async` functions run on the event loop. Whatever goes wrong in one is an error, and never a reward of zero.
-"""
+"""Several rewards as one verdict: each is asked where it is computed, beside the episode or in the reward workers."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
-import numbers
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-import numpy as np
+from typing import Protocol
 
 from drumroll.config.models import RewardConfig
-from drumroll.errors import RewardError, place_of
-from drumroll.registry import REGISTRY, Entry, bind
+from drumroll.errors import DrumrollError
+from drumroll.registry import REGISTRY
+from drumroll.rewards.place import Place
+from drumroll.rewards.reward import Parts, Reward
 from drumroll.types import Trajectory
-
-LARGEST = 1e6
-"""A reward beyond this is a mistake: training on it would destroy the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,101 +29,92 @@ class Verdict:
     """Every reward by its name, before its weight; the parts of a mapping as `name/part`."""
     success: bool | None = None
     """Whether every applicable reward with `success_at` reached it; None when there is none."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each reward took to answer, by its name."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often each failed before it answered, of those that did."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    name: str
-    function: Callable[[Trajectory], Any]
-    is_async: bool
-    weight: float
-    success_at: float | None
+class RewardPool(Protocol):
+    """Whoever computes the pooled rewards, elsewhere."""
+
+    async def ask(self, domain: str, number: int, trajectory: Trajectory, asked: list[int]) -> Parts:
+        """What the domain's reward with this number says; raises when it has no verdict.
+
+        Ranks in `asked` have been asked before, and are again only if there is no other; the one that is asked now is added."""
+        ...
 
 
 class RewardSet:
-    """The rewards of a config, ready to judge. Built once in each process."""
+    """The rewards of one domain, ready to judge."""
 
-    def __init__(self, configs: Sequence[RewardConfig], deadline_s: float = 60.0) -> None:
-        """`deadline_s` is how long one reward may think about one trajectory."""
+    def __init__(
+        self, configs: Sequence[RewardConfig], deadline_s: float = 60.0, *, domain: str = "", pool: RewardPool | None = None
+    ) -> None:
+        """`deadline_s` is for one reward and one trajectory. Pooled rewards are asked here, too, where there is no `pool`."""
+        self._configs = tuple(configs)
         self._deadline_s = deadline_s
-        self._parts: list[_Part] = []
-        for config in configs:
-            entry = REGISTRY.lookup("reward", config.kind)
-            function = _build(entry, config)
-            name = _unique(entry.short_name, [part.name for part in self._parts])
-            self._parts.append(_Part(name, function, _is_async(function), config.weight, config.success_at))
+        self._domain = domain
+        self._pool = pool
+        self.names = unique_names(configs)
+        """Of the rewards, in the order of the config."""
+        self._here = {
+            number: Reward(config, name)
+            for number, (config, name) in enumerate(zip(configs, self.names, strict=True))
+            if pool is None or config.seat == "inline"
+        }
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the parts, in the order of the config."""
-        return [part.name for part in self._parts]
+    async def start(self, place: Place) -> None:
+        """Let the rewards that are computed here get ready."""
+        for reward in self._here.values():
+            await reward.start(place)
 
     async def score(self, trajectory: Trajectory) -> Verdict:
         """Ask every reward; a `RewardError` when one fails, takes too long, or returns something that is no reward."""
-        values = await asyncio.gather(*(self._ask(part, trajectory) for part in self._parts))
+        answers = await asyncio.gather(*(self._insist(number, trajectory) for number in range(len(self._configs))))
         parts: dict[str, float] = {}
         total: float | None = None
         success: bool | None = None
-        for part, named in zip(self._parts, values, strict=True):
+        for config, (named, _, _) in zip(self._configs, answers, strict=True):
             if not named:
                 continue
             parts |= named
             value = sum(named.values())
-            total = (total or 0.0) + part.weight * value
-            if part.success_at is not None:
-                success = success is not False and value >= part.success_at
-        return Verdict(total, parts, success)
+            total = (total or 0.0) + config.weight * value
+            if config.success_at is not None:
+                success = success is not False and value >= config.success_at
+        return Verdict(
+            total,
+            parts,
+            success,
+            seconds={name: seconds for name, (_, seconds, _) in zip(self.names, answers, strict=True)},
+            failures={name: times for name, (_, _, times) in zip(self.names, answers, strict=True) if times},
+        )
 
-    async def _ask(self, part: _Part, trajectory: Trajectory) -> dict[str, float]:
-        try:
-            async with asyncio.timeout(self._deadline_s) as deadline:
-                value = await _call(part, trajectory)
-        except Exception as error:
-            if deadline.expired():
-                raise RewardError(
-                    f"reward '{part.name}' on task '{trajectory.task.id}' took longer than {self._deadline_s:g} s."
-                ) from error
-            raise RewardError(
-                f"reward '{part.name}' failed on task '{trajectory.task.id}': {type(error).__name__}: {error}{place_of(error)}"
-            ) from error
-        if not isinstance(value, Mapping):
-            return {} if value is None else {part.name: _number(value, part.name, trajectory)}
-        named = {f"{part.name}/{key}": item for key, item in value.items() if item is not None}
-        return {name: _number(item, name, trajectory) for name, item in named.items()}
+    async def _insist(self, number: int, trajectory: Trajectory) -> tuple[Parts, float, int]:
+        """Its answer, how long it took, and how often it failed before."""
+        config, started, asked = self._configs[number], time.monotonic(), list[int]()
+        for failures in range(config.retries + 1):
+            try:
+                return await self._ask(number, trajectory, asked), time.monotonic() - started, failures
+            except DrumrollError:
+                if failures == config.retries:
+                    raise
+        raise AssertionError("unreachable")
 
-
-def _options(config: RewardConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in type(config).model_fields if name not in RewardConfig.model_fields}
-
-
-def _build(entry: Entry, config: RewardConfig) -> Callable[[Trajectory], Any]:
-    is_class = inspect.isclass(entry.target)
-    return cast(Callable[[Trajectory], Any], entry.target(config)) if is_class else bind(entry, _options(config))
+    async def _ask(self, number: int, trajectory: Trajectory, asked: list[int]) -> Parts:
+        reward = self._here.get(number)
+        if reward is not None:
+            return await reward.ask(trajectory, self._configs[number].deadline_s or self._deadline_s)
+        assert self._pool is not None
+        return await self._pool.ask(self._domain, number, trajectory, asked)
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _call(part: _Part, trajectory: Trajectory) -> Awaitable[Any]:
-    if part.is_async:
-        return part.function(trajectory)  # type: ignore[no-any-return]
-    return asyncio.get_running_loop().run_in_executor(None, part.function, trajectory)
-
-
-def _number(value: Any, name: str, trajectory: Trajectory) -> float:
-    if not isinstance(value, numbers.Real | np.bool_):
-        problem = f"returned {str(value)[:60]!r} ({type(value).__name__})"
-    elif math.isfinite(number := float(value)) and abs(number) <= LARGEST:
-        return number
-    else:
-        problem = f"returned {number}"
-    raise RewardError(
-        f"reward '{name}' on task '{trajectory.task.id}' {problem}: a number between ±{LARGEST:g}, a mapping of names to such numbers, "
-        f"or None (does not apply) was expected."
-    )
-
-
-def _unique(name: str, taken: Sequence[str]) -> str:
-    candidates = (name if count == 1 else f"{name}_{count}" for count in range(1, len(taken) + 2))
-    return next(candidate for candidate in candidates if candidate not in taken)
+def unique_names(configs: Sequence[RewardConfig]) -> list[str]:
+    """What each reward is called: its own name, with a number behind it where that is taken."""
+    names: list[str] = []
+    for config in configs:
+        name = REGISTRY.lookup("reward", config.kind).short_name
+        candidates = (name if count == 1 else f"{name}_{count}" for count in range(1, len(names) + 2))
+        names.append(next(candidate for candidate in candidates if candidate not in names))
+    return names

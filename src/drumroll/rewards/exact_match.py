@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from drumroll.registry import register
+from drumroll.rewards.extract import Extraction
+from drumroll.rewards.extract import extract as extract_answer
 from drumroll.types import Trajectory
 
 
 @register.reward("exact_match")
-def exact_match(trajectory: Trajectory, *, field: str = "answer", strip: bool = True) -> float:
-    """1.0 when the last reply equals the task's answer, else 0.0; `strip` ignores space around both."""
-    reply, answer = trajectory.last_reply, str(trajectory.task.data[field])
-    return float(reply.strip() == answer.strip() if strip else reply == answer)
+def exact_match(
+    trajectory: Trajectory, *, field: str = "answer", extract: Extraction = "reply", strip: bool = True, ignore_case: bool = False
+) -> float:
+    """1.0 when the last reply equals the task's answer, else 0.0.
+
+    `field` is the column of the answer. `extract` says what of the reply is compared (see `drumroll.rewards.extract`); all of it
+    unless told otherwise. `strip` ignores space around both, `ignore_case` the case of letters.
+    """
+    reply, answer = extract_answer(trajectory.last_reply, extract), str(trajectory.task.data[field])
+    if reply is None:
+        return 0.0
+    if strip:
+        reply, answer = reply.strip(), answer.strip()
+    if ignore_case:
+        reply, answer = reply.casefold(), answer.casefold()
+    return float(reply == answer)

@@ -12,20 +12,22 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from drumroll.config.models import ANY
 from drumroll.envs.base import Env, Step
 from drumroll.errors import DrumrollError, PolicyFault, RewardError, RolloutError
 from drumroll.life import State, stamp
-from drumroll.rewards.compose import LARGEST, RewardSet
+from drumroll.rewards.compose import RewardSet, Verdict
+from drumroll.rewards.reward import LARGEST
 from drumroll.rollout.lease import Lease
 from drumroll.text.renderer import Renderer
-from drumroll.types import Chunk, Fault, FinishReason, GenRequest, StopReason, Trajectory, Turn
+from drumroll.types import Chunk, Fault, FinishReason, GenRequest, StopReason, Task, Trajectory, Turn
 
 T = TypeVar("T")
 
@@ -53,17 +55,30 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """What all episodes of one domain have in common."""
+
+    make_env: Callable[[], Env]
+    rewards: RewardSet
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """What all episodes of one environment worker have in common."""
 
     rank: int
     """Of the worker."""
-    make_env: Callable[[], Env]
+    settings: Mapping[str, Setting]
+    """By domain; `*` is for those that have none of their own."""
     engines: Sequence[Engine]
     """By rank: a lease names one."""
     renderer: Renderer
-    rewards: RewardSet
     limits: Limits
+
+    def setting(self, task: Task) -> Setting:
+        setting = self.settings.get(task.domain) or self.settings.get(ANY)
+        assert setting is not None, f"task {task.id} of domain {task.domain}: the run has {', '.join(self.settings)}"
+        return setting
 
 
 class _Late(RolloutError):
@@ -221,7 +236,7 @@ async def _converse(stage: Stage, draft: _Draft) -> StopReason:
 
 
 async def _start(stage: Stage, draft: _Draft) -> tuple[Env, Step]:
-    env = draft.env = stage.make_env()
+    env = draft.env = stage.setting(draft.lease.task).make_env()
     return env, await env.start(draft.lease.task)
 
 
@@ -272,7 +287,7 @@ async def _score(trajectory: Trajectory, stage: Stage, draft: _Draft) -> Traject
             raise RewardError(f"the environment's rewards add up to {trajectory.reward}; a number between ±{LARGEST:g} was expected.")
     draft.stamp("reward", place=stage.rank)
     with draft.waiting_for("reward"):
-        verdict = await stage.rewards.score(trajectory)
+        verdict = await stage.setting(trajectory.task).rewards.score(trajectory)
     given = [reward for reward in (trajectory.reward, verdict.reward) if reward is not None]
     parts = dict(verdict.parts)
     if trajectory.reward is not None:
@@ -281,8 +296,17 @@ async def _score(trajectory: Trajectory, stage: Stage, draft: _Draft) -> Traject
         trajectory,
         reward=sum(given) if given else None,
         reward_parts=parts,
+        reward_stats=_stats(verdict),
         success=trajectory.success if verdict.success is None else verdict.success,
     )
+
+
+def _stats(verdict: Verdict) -> dict[str, float]:
+    """How long each reward took, and how often those failed that answered in the end."""
+    return {
+        **{f"{name}_s": seconds for name, seconds in verdict.seconds.items()},
+        **{f"{name}_failures": float(times) for name, times in verdict.failures.items()},
+    }
 
 
 def _outcome(play: asyncio.Task[Trajectory], draft: _Draft) -> Trajectory:

@@ -11,11 +11,11 @@ either, use `all_equal`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from drumroll.config.models import FilterConfig
+from drumroll.config.models import ANY, FilterConfig
 from drumroll.errors import RolloutError, place_of
 from drumroll.registry import REGISTRY, bind, register
 from drumroll.types import Group
@@ -63,6 +63,12 @@ class GroupFilters:
     def __call__(self, group: Group) -> str | None:
         """Why the group is rejected: the name of the first filter that does, with its own reason behind a colon where it gives one."""
         return next((reason for name, filter_ in self._filters if (reason := _ask(name, filter_, group)) is not None), None)
+
+
+def reject_by_domain(filters: Mapping[str, GroupFilters], group: Group) -> str | None:
+    """Why the filters of the group's domain reject it; `*` is for domains without filters of their own."""
+    of_domain = filters.get(group.samples[0].domain) or filters.get(ANY) if group.samples else None
+    return of_domain(group) if of_domain is not None else None
 
 
 def _ask(name: str, filter_: Filter, group: Group) -> str | None:

@@ -84,7 +84,7 @@ class RolloutScheduler:
     """Runs streams of groups on the workers behind a transport. All methods belong to one event loop.
 
     scheduler = RolloutScheduler(transport, seed=1, limits=Limits())
-    stream = scheduler.open(source, Policy(Sampling(), max_staleness=1, max_rejected=100))
+    stream = scheduler.open(source, Policy(max_staleness=1, max_rejected=100))
     rollout = await scheduler.take(stream, 64, version=step)
     """
 
@@ -281,7 +281,7 @@ class RolloutScheduler:
                 stream.lengths[-1][0].append(sample.info.num_new_tokens)
                 self._leave(sample, "consumed")
             if not group.witnesses:
-                stream.source.settle(group.request.group_id)
+                stream.source.settle(group.request.group_id, "consumed", group.metadata.samples)
 
     def _dismiss_surplus(self, stream: Stream) -> None:
         """What a synchronous step did not need: the next one has other weights."""
@@ -290,13 +290,13 @@ class RolloutScheduler:
             if stream.policy.tail_batching:
                 stream.again.append(replace(group.request, times_put_off=group.request.times_put_off + 1))
             else:
-                stream.source.settle(group.request.group_id)
+                stream.source.settle(group.request.group_id, "surplus", ())
         stream.ready.clear()
         for group in stream.running.values():
             if stream.policy.tail_batching:
                 stream.put_off.append(replace(group.request, times_put_off=group.request.times_put_off + 1))
             else:
-                stream.source.settle(group.request.group_id)
+                stream.source.settle(group.request.group_id, "surplus", ())
             self._dismiss(group, "aborted", "put off" if stream.policy.tail_batching else "surplus")
         stream.running.clear()
 
@@ -382,6 +382,9 @@ class RolloutScheduler:
         """An attempt has failed: the sample is leased again, with the same seed, unless it has had its chances."""
         group: OpenGroup = sample.group
         stream = group.stream
+        if info is not None and info.fault:
+            stream.tally[f"rollout/num_failed_{info.fault}"] += 1
+            stream.tally[f"domain/{info.domain}/num_failed_{info.fault}"] += 1
         sample.num_failures += not is_mishap
         sample.num_mishaps += is_mishap
         if is_mishap:
@@ -443,13 +446,15 @@ class RolloutScheduler:
         for place in (stream.ready, stream.stragglers):
             if group in place:
                 place.remove(group)
+        samples = group.metadata.samples
         self._dismiss(group, "filtered", reason)
         if group.witnesses:
             return
-        stream.source.settle(group.request.group_id)
+        stream.source.settle(group.request.group_id, "rejected", samples)
         kind = reason.partition(":")[0]
         stream.rejected[kind] += 1
         stream.tally[f"rejected_{kind}"] += 1
+        stream.tally[f"domain/{group.request.task.domain}/num_rejected"] += 1
         is_short = len(stream.ready) < stream.step_size  # otherwise this was a hunt for later steps
         if stream.error is None and (
             (is_short and stream.rejected.total() > stream.policy.max_rejected) or stream.rejected["failed"] > stream.policy.max_failed
@@ -556,7 +561,7 @@ class RolloutScheduler:
 
     def _lease(self, sample: Sample, engine: int, worker: int) -> None:
         group: OpenGroup = sample.group
-        request, policy = group.request, group.stream.policy
+        request = group.request
         if group.engine < 0:
             group.engine = engine
         sample.attempt += 1
@@ -576,7 +581,7 @@ class RolloutScheduler:
             group_id=sample.group_id,
             task=request.task,
             seed=sample.seed,
-            sampling=policy.sampling,
+            sampling=request.sampling,
             engine=engine,
             attempt=sample.attempt,
             deadline_s=self._limits.deadline_s,

@@ -6,13 +6,16 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from drumroll.life import Departure
 from drumroll.rollout.ledger import Sample
 from drumroll.rollout.population import kept_length_ratio
 from drumroll.rollout.source import GroupRequest, Source
-from drumroll.types import Group, SampleInfo, Sampling
+from drumroll.types import Fault, Group, SampleInfo
+
+NUM_FAILED = tuple(f"rollout/num_failed_{fault}" for fault in get_args(Fault) if fault)
+"""Attempts that failed, by whose fault it was."""
 
 BlockRef = Any
 """Opaque reference to a block: a list of trajectories somewhere in the cluster."""
@@ -25,7 +28,6 @@ WINDOW_STEPS = 16
 class Policy:
     """What a stream accepts."""
 
-    sampling: Sampling
     max_staleness: int = 0
     min_group_size: int | None = None
     """None: groups must be whole."""
@@ -176,6 +178,8 @@ class Stream:
         rejections = {name: count for name, count in tally.items() if name.startswith("rejected_")}
         report = {
             "rollout/num_retried": float(tally["retried"]),
+            **dict.fromkeys(NUM_FAILED, 0.0),
+            **{name: float(count) for name, count in tally.items() if "/" in name},
             "rollout/num_rejected": float(sum(rejections.values())),
             **{f"rollout/num_{name}": float(count) for name, count in rejections.items()},
             "rollout/wasted_tokens": float(tally["wasted_tokens"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,11 @@ from drumroll.cluster.cluster import Handle
 from drumroll.config.models import EnvConfig, RewardConfig
 from drumroll.registry import REGISTRY
 from drumroll.rewards.compose import RewardSet
+from drumroll.rewards.place import Place
 from drumroll.rollout.engine_client import EngineClient
-from drumroll.rollout.episode import Limits, Stage, run_episode
+from drumroll.rollout.episode import Limits, Setting, Stage, run_episode
 from drumroll.rollout.lease import Lease, WorkerReport
+from drumroll.rollout.reward_client import RewardClient
 from drumroll.text.renderer import Renderer
 from drumroll.text.tokenizer import Tokenizer
 from drumroll.types import RankInfo, SampleInfo, Trajectory
@@ -33,23 +35,23 @@ class EnvironmentWorker:
         rank: RankInfo,
         *,
         model_folder: str,
-        env: dict[str, Any],
-        rewards: Sequence[dict[str, Any]],
+        domains: Mapping[str, Mapping[str, Any]],
         max_turns: int,
         max_tokens: int,
         env_deadline_s: float = 300.0,
         reward_deadline_s: float = 60.0,
         trust_remote_code: bool = False,
     ) -> None:
-        """`env_deadline_s` is for each start and step of an environment, `reward_deadline_s` for each reward of a sample."""
-        entry = REGISTRY.lookup("env", env["kind"])
-        judges = [REGISTRY.lookup("reward", reward["kind"]).schema(RewardConfig).model_validate(reward) for reward in rewards]
+        """`domains` has the sections `env` and `rewards` of each. `env_deadline_s` is for each start and step of an environment,
+        `reward_deadline_s` for each reward of a sample."""
+        self._domains = domains
+        self._reward_deadline_s = reward_deadline_s
+        self._place = Place(rank.rank, rank.world)
         self._stage = Stage(
             rank=rank.rank,
-            make_env=partial(entry.target, entry.schema(EnvConfig).model_validate(env)),
+            settings={},
             engines=(),
             renderer=Renderer(Tokenizer(Path(model_folder), trust_remote_code=trust_remote_code)),
-            rewards=RewardSet(judges, reward_deadline_s),
             limits=Limits(max_turns, max_tokens, env_deadline_s),
         )
         self._client_id = f"environment-{rank.rank}"
@@ -59,9 +61,14 @@ class EnvironmentWorker:
         self._results: list[Trajectory] = []
         self._news = asyncio.Event()
 
-    async def connect(self, engines: Sequence[Handle]) -> None:
-        """Say where replies come from; comes before the first lease."""
-        self._stage = replace(self._stage, engines=[EngineClient(handle.call, self._client_id) for handle in engines])
+    async def connect(self, engines: Sequence[Handle], reward_workers: Sequence[Handle] = ()) -> None:
+        """Say where replies and pooled rewards come from; comes before the first lease."""
+        pool = RewardClient(reward_workers) if reward_workers else None
+        settings = {name: self._setting(name, sections, pool) for name, sections in self._domains.items()}
+        clients = [EngineClient(handle.call, self._client_id) for handle in engines]
+        self._stage = replace(self._stage, settings=settings, engines=clients)
+        for setting in settings.values():
+            await setting.rewards.start(self._place)
 
     async def lease(self, leases: Sequence[Lease]) -> None:
         """Start an episode for each; returns when all have begun, and does not wait for their ends."""
@@ -95,6 +102,16 @@ class EnvironmentWorker:
         results, self._results = self._results, []
         self._news.clear()
         return WorkerReport([SampleInfo.of(trajectory) for trajectory in results], time.process_time()), results
+
+    def _setting(self, name: str, sections: Mapping[str, Any], pool: RewardClient | None) -> Setting:
+        env = REGISTRY.lookup("env", sections["env"]["kind"])
+        rewards = [
+            REGISTRY.lookup("reward", section["kind"]).schema(RewardConfig).model_validate(section) for section in sections["rewards"]
+        ]
+        return Setting(
+            make_env=partial(env.target, env.schema(EnvConfig).model_validate(sections["env"])),
+            rewards=RewardSet(rewards, self._reward_deadline_s, domain=name, pool=pool),
+        )
 
     async def _run(self, lease: Lease, unwanted: asyncio.Future[None]) -> None:
         result = await run_episode(lease, self._stage, unwanted)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from drumroll.cluster.cluster import Ref, _slots
-from drumroll.cluster.host import Luggage, Slot, fill, free_port, interface_of, seat, wrap_error
+from drumroll.cluster.host import Slot, fill, free_port, interface_of, seat, wrap_error
 from drumroll.errors import DataError, PluginError, UserError, WorkerError, WorkerLost
+from drumroll.luggage import Luggage
 from drumroll.registry import REGISTRY
 
 WHERE = seat("actor_train", 3, "0123456789abcdef")
@@ -75,7 +76,7 @@ def test_plugins_travel_to_another_process(tmp_path: Path) -> None:
 import sys
 sys.path.append({str(tmp_path)!r})
 from drumroll.registry import REGISTRY, register, import_plugin
-from drumroll.cluster.host import Luggage
+from drumroll.luggage import Luggage
 import pickle
 import_plugin("installed_plugin")
 import_plugin({str(plugin)!r})

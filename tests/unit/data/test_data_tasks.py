@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from drumroll.config.models import SourceConfig
-from drumroll.data.tasks import load_demonstrations, load_tasks, tasks_from_rows
+from drumroll.config.models import ANY, SourceConfig
+from drumroll.data.tasks import Needs, load_demonstrations, load_tasks
 from drumroll.errors import DataError
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(5)]
@@ -165,7 +165,7 @@ def test_a_needed_column_is_checked_in_every_row(tmp_path):
     path = write_jsonl(tmp_path / "t.jsonl", [*ROWS, {"prompt": "x", "anwser": "1"}])
     source = SourceConfig(path=str(path))
     with pytest.raises(DataError, match=r"line 6: there is no column 'answer'. Did you mean 'anwser'\?"):
-        load_tasks(source, needed_fields=["answer"], split_label="train")
+        load_tasks(source, split_label="train", needs={ANY: Needs(("answer",))})
 
 
 def test_bad_files_are_named(tmp_path, saved_dataset):
@@ -190,23 +190,23 @@ def test_bad_files_are_named(tmp_path, saved_dataset):
         load(saved_dataset / "single", split="train")
 
 
-def test_environments_with_prompts_of_their_own_need_no_prompt_column():
-    (task,) = tasks_from_rows([{"seed": 3}], needs_prompt=False)
+def test_environments_with_prompts_of_their_own_need_no_prompt_column(tmp_path):
+    source = SourceConfig(path=str(write_jsonl(tmp_path / "t.jsonl", [{"seed": 3}])))
+    (task,) = load_tasks(source, split_label="train", needs={ANY: Needs(prompt=False)})
     assert (task.prompt, task.messages, task.data["seed"]) == (None, None, 3)
     with pytest.raises(DataError, match="no column 'prompt'"):
-        tasks_from_rows([{"seed": 3}])
+        load_tasks(source, split_label="train")
 
 
-def test_rows_in_memory_follow_the_same_rules():
-    tasks = tasks_from_rows(iter(ROWS), split_label="heldout", domain="sums", needed_fields=["answer"])
-    assert [task.id for task in tasks] == [f"heldout-{i}" for i in range(5)]
-    assert tasks[1].domain == "sums"
-    with pytest.raises(DataError, match=r"tasks, row 1: 'b' is not a mapping"):
-        tasks_from_rows([{"prompt": "a"}, "b"])  # type: ignore[list-item]
-    with pytest.raises(DataError, match="column 'answer' holds a set"):
-        tasks_from_rows([{"prompt": "a", "answer": {1}}])
-    with pytest.raises(DataError, match="there are none"):
-        tasks_from_rows([])
+def test_each_domain_has_needs_of_its_own(tmp_path):
+    rows = [{"domain": "sums", "prompt": "1+1=", "answer": "2"}, {"domain": "games", "seed": 3}]
+    source = SourceConfig(path=str(write_jsonl(tmp_path / "t.jsonl", rows)))
+    needs = {"sums": Needs(("answer",)), "games": Needs(("seed",), prompt=False)}
+    assert [task.domain for task in load_tasks(source, split_label="train", needs=needs)] == ["sums", "games"]
+    with pytest.raises(DataError, match="line 2: there is no column 'level'"):
+        load_tasks(source, split_label="train", needs={**needs, "games": Needs(("level",), prompt=False)})
+    with pytest.raises(DataError, match=r"line 2: its domain is 'games'; sums or game was expected. Did you mean 'game'\?"):
+        load_tasks(source, split_label="train", needs={"sums": Needs(), "game": Needs()})
 
 
 def test_demonstrations(tmp_path):

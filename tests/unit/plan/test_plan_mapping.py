@@ -93,7 +93,7 @@ def test_selectors_count_over_the_matching_nodes() -> None:
         "actor_infer": {"where": {"gpu": "l40s"}, "take": "1-2"},
         "environment": {"where": {"kind": "cpu"}},
     }
-    config = rl_config(devices, rollout={"num_env_workers": 2})
+    config = rl_config(devices, rollout={"num_env_workers": 2}, reward_workers=2)
     plan = make_plan(config, parse_pool("1x2x80GiB:H100,2x2x48GiB:L40S,1x4xcpu"), [*RL_ROLES, "reference", "reward"])
     assert indices(plan, "actor_train") == indices(plan, "reference") == [0, 1]
     assert [(d.index, d.node, d.local) for d in plan.devices("actor_infer")] == [(3, "node1", 1), (4, "node2", 0)]
@@ -210,3 +210,14 @@ def test_asynchronous_training_keeps_trainers_and_engines_apart(pool: str, train
     plan = make_plan(config, parse_pool(pool), RL_ROLES)
     assert tuple(device.index for device in plan.devices("actor_train")) == trainers
     assert tuple(device.index for device in plan.devices("actor_infer")) == engines
+
+
+def test_reward_workers_stand_on_hosts_unless_they_serve_a_model() -> None:
+    roles = [*RL_ROLES, "reward"]
+    pool = parse_pool("2x4x80GiB")
+    pooled = make_plan(rl_config(rewards=[{"kind": "exact_match", "pooled": True}], reward_workers=3), pool, roles)
+    assert [(worker.node, worker.devices) for worker in pooled.workers("reward")] == [("node0", ()), ("node0", ()), ("node1", ())]
+    serving = rl_config(rewards=[{"kind": "reward_model"}])
+    assert make_plan(serving, pool, roles).devices("reward") == make_plan(serving, pool, roles).devices("actor_train")
+    apart = make_plan(rl_config({"reward": "6-7"}, rewards=[{"kind": "reward_model"}]), pool, roles)
+    assert [device.index for device in apart.devices("reward")] == [6, 7]

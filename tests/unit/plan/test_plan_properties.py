@@ -51,7 +51,11 @@ def check(plan: Plan, pool: Pool) -> None:
 def test_auto_is_always_valid(pool: Pool, roles: set[str], num_env_workers: int, data: st.DataObject) -> None:
     most = max(len([d for d in pool.candidates({}) if d.node == node.id][:4]) for node in pool.nodes)
     tp = data.draw(st.integers(1, most))
-    config = rl_config(parallel={"actor_train": {"tp": tp}, "actor_infer": {"tp": tp}}, rollout={"num_env_workers": num_env_workers})
+    config = rl_config(
+        parallel={"actor_train": {"tp": tp}, "actor_infer": {"tp": tp}},
+        rollout={"num_env_workers": num_env_workers},
+        reward_workers=num_env_workers,
+    )
     plan = make_plan(config, pool, roles)  # type: ignore[arg-type]
     check(plan, pool)
     assert set(plan.roles) == roles

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drumroll.config.models import RewardConfig
-from drumroll.errors import PluginError, RewardError
+from drumroll.errors import PluginError, RewardError, WorkerLost
 from drumroll.registry import REGISTRY
 from drumroll.rewards.compose import RewardSet
 from drumroll.rewards.contains_word import contains_word
@@ -205,10 +205,10 @@ def test_a_timeout_inside_a_reward_is_its_own_failure(reward):
 
 
 def test_five_hundred_verdicts_cost_little():
-    rewards = RewardSet([config("exact_match")])
     subjects = [trajectory(str(i)) for i in range(500)]
 
     async def all_of_them():
+        rewards = RewardSet([config("exact_match")])
         return await asyncio.gather(*map(rewards.score, subjects))
 
     def cpu_s():
@@ -223,3 +223,96 @@ def test_five_hundred_verdicts_cost_little():
 def test_unknown_rewards_are_named():
     with pytest.raises(PluginError, match=r"no reward named 'exact_mach'. Did you mean 'exact_match'\?"):
         RewardSet([RewardConfig(kind="exact_mach")])
+
+
+def test_a_reward_that_fails_is_asked_again_and_its_failures_are_counted(reward):
+    times = []
+
+    def shaky(_trajectory):
+        times.append(1)
+        if len(times) % 3:
+            raise OSError("not now")
+        return 0.5
+
+    verdict = score([reward(shaky, retries=2), config("exact_match")])
+    assert (verdict.parts, verdict.failures) == ({"shaky": 0.5, "exact_match": 1.0}, {"shaky": 2})
+    assert set(verdict.seconds) == {"shaky", "exact_match"}
+    with pytest.raises(RewardError, match="not now"):
+        score([reward(shaky, retries=1)])
+    assert len(times) == 5
+
+
+def test_a_rewards_own_deadline_goes_before_the_runs(reward):
+    async def sleepy(_trajectory):
+        await asyncio.sleep(20)
+
+    with pytest.raises(RewardError, match=r"took longer than 0\.05 s"):
+        score([reward(sleepy, deadline_s=0.05, retries=0)], deadline_s=60.0)
+
+
+def test_pooled_rewards_are_asked_elsewhere_and_somebody_else_each_time():
+    class Pool:
+        def __init__(self):
+            self.questions = []
+
+        async def ask(self, domain, number, subject, asked):
+            self.questions.append((domain, number, subject.task.id, tuple(asked)))
+            asked.append(len(asked))
+            if len(asked) < 2:
+                raise WorkerLost("gone")
+            return {"exact_match_2": 0.25}
+
+    pool = Pool()
+    rewards = RewardSet([config("exact_match"), config("exact_match", pooled=True, weight=2.0)], domain="math", pool=pool)
+    verdict = asyncio.run(rewards.score(trajectory()))
+    assert (verdict.reward, verdict.parts) == (1.5, {"exact_match": 1.0, "exact_match_2": 0.25})
+    assert pool.questions == [("math", 1, "t-7", ()), ("math", 1, "t-7", (0,))]
+    assert verdict.failures == {"exact_match_2": 1}
+
+
+def test_as_many_samples_as_a_reward_says_are_before_it_and_its_deadline_begins_with_its_turn(reward):
+    open_, most = [], []
+
+    class Narrow:
+        concurrency = 2
+
+        class Config(RewardConfig):
+            pass
+
+        def __init__(self, config):
+            pass
+
+        async def __call__(self, subject):
+            open_.append(subject)
+            most.append(len(open_))
+            await asyncio.sleep(0.1)
+            open_.pop()
+            return 1.0
+
+    async def all_of_them():
+        rewards = RewardSet([reward(Narrow, deadline_s=0.25, retries=0)])
+        return await asyncio.gather(*(rewards.score(trajectory()) for _ in range(8)))
+
+    assert [verdict.reward for verdict in asyncio.run(all_of_them())] == [1.0] * 8
+    assert max(most) == 2
+
+
+def test_a_thread_that_hangs_does_not_take_the_others_with_it(reward):
+    release = threading.Event()
+
+    def stuck(subject):
+        if subject.last_reply == "hang":
+            release.wait(20)
+        return 1.0
+
+    async def run():
+        rewards = RewardSet([reward(stuck, retries=0)], deadline_s=0.2)
+        hung = await asyncio.gather(*(rewards.score(trajectory("hang")) for _ in range(20)), return_exceptions=True)
+        return hung, await rewards.score(trajectory())
+
+    try:
+        hung, after = asyncio.run(run())
+    finally:
+        release.set()
+    assert all(isinstance(error, RewardError) for error in hung)
+    assert after.reward == 1.0

@@ -32,7 +32,7 @@ from drumroll.rollout.scheduler import CALL_S, MISHAPS_PER_ATTEMPT, Limits, Roll
 from drumroll.rollout.simulation import Chaos, Script, SimulatedCluster, simulate
 from drumroll.rollout.source import GroupRequest, ListSource, TaskSource
 from drumroll.rollout.stream import Policy, Rollout, Stream
-from drumroll.types import Fault, Group, SampleInfo, Sampling, Task
+from drumroll.types import Fault, Group, SampleInfo, Task
 
 RUN_S = 1e5
 """Virtual time in which every schedule is over."""
@@ -148,7 +148,6 @@ def draw(seed: int) -> Schedule:
     staleness = rng.randint(1, 4) if kind == "asynchronous" else 0
     rejects = rng.choice((0.1, 0.5, 1.0 if rng.random() < 0.1 else 0.3)) if kind == "filtered" or rng.random() < 0.3 else 0.0
     policy = Policy(
-        Sampling(),
         max_staleness=staleness,
         min_group_size=rng.choice((None, rng.randint(1, group_size))),
         extra_groups=rng.randint(1, 5) if kind in ("redundant", "tail") else 0,
@@ -293,7 +292,7 @@ async def _run(schedule: Schedule) -> Outcome:
     scheduler.ledger = ledger
     schedule.chaos.unleash(cluster)
     tasks = [Task(id=f"t{number}", prompt="?") for number in range(7)]
-    source = TaskSource(TaskCursor(tasks, schedule.seed), schedule.groups, schedule.group_size)
+    source = TaskSource(TaskCursor(tasks, schedule.seed), groups_per_round=schedule.groups, group_size=schedule.group_size)
     outcome = Outcome(admitted=ledger.admitted)
     stream = scheduler.open(source, schedule.policy)
     async with asyncio.timeout(RUN_S):
@@ -321,7 +320,7 @@ async def _run(schedule: Schedule) -> Outcome:
 async def _evaluate(scheduler: RolloutScheduler, outcome: Outcome, version: int) -> None:
     """A second stream, in front of the first."""
     requests = [GroupRequest(f"eval/{version}/{n}", Task(id=f"e{n}", prompt="?"), 2, ("eval", n)) for n in range(EVALUATED // 2)]
-    policy = Policy(Sampling(), is_urgent=True, min_group_size=0)
+    policy = Policy(is_urgent=True, min_group_size=0)
     stream = scheduler.open(ListSource(requests), policy)
     outcome.rollouts.append((version, stream, await scheduler.take(stream, len(requests), version)))
     outcome.leftovers.append(scheduler.close(stream))

@@ -24,7 +24,7 @@ from drumroll.registry import REGISTRY
 from drumroll.rewards.compose import RewardSet
 from drumroll.rollout import engine_client, episode
 from drumroll.rollout.engine_client import EngineClient, EnginePoll
-from drumroll.rollout.episode import Limits, Stage, run_episode
+from drumroll.rollout.episode import Limits, Setting, Stage, run_episode
 from drumroll.rollout.lease import Lease
 from drumroll.types import Chunk, EngineLoad, GenRequest, Message, SampleInfo, Sampling, Task, Trajectory, Version
 
@@ -188,7 +188,7 @@ def run(
     async def play(judges: RewardSet) -> Trajectory:
         unwanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         make_env = (lambda: env) if isinstance(env, Env) else env
-        stage = Stage(2, make_env, [engine], Characters(), judges, limits)  # type: ignore[arg-type]
+        stage = Stage(2, {"*": Setting(make_env, judges)}, [engine], Characters(), limits)  # type: ignore[arg-type]
         running = asyncio.create_task(run_episode(lease, stage, unwanted))
         if abort_at is not None:
             await abort_at.wait()

@@ -18,9 +18,9 @@ from drumroll.life import Departure, unpack_life
 from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.scheduler import CALL_S, LINGER_S, Limits, RolloutScheduler
 from drumroll.rollout.simulation import Script, SimulatedCluster, Workload, simulate
-from drumroll.rollout.source import GroupRequest, ListSource
+from drumroll.rollout.source import Fate, GroupRequest, ListSource
 from drumroll.rollout.stream import Policy, Rollout, Stream
-from drumroll.types import Group, Sampling, Task, sample_seed
+from drumroll.types import Group, SampleInfo, Task, sample_seed
 
 TOKEN_S = 0.02
 
@@ -38,7 +38,7 @@ class Groups:
         self.num_drawn += 1
         return GroupRequest(f"g{number:03d}", Task(id=f"t{number}", prompt="?"), self.size, ("train", number))
 
-    def settle(self, group_id: str) -> None:
+    def settle(self, group_id: str, fate: Fate, samples: Sequence[SampleInfo]) -> None:
         assert group_id not in self.settled, f"{group_id} is settled twice"
         self.settled.append(group_id)
 
@@ -56,7 +56,7 @@ class Stage:
         return self.cluster.loop.now
 
     def open(self, source: Any, **policy: Any) -> Stream:
-        return self.scheduler.open(source, Policy(Sampling(), **{"max_rejected": 20} | policy))
+        return self.scheduler.open(source, Policy(**{"max_rejected": 20} | policy))
 
 
 Play = Callable[[Stage], Awaitable[Any]]
@@ -547,7 +547,7 @@ def test_a_lease_that_does_not_arrive_goes_elsewhere() -> None:
 
 def test_what_goes_wrong_in_the_background_is_heard() -> None:
     class Unsettling(Groups):
-        def settle(self, group_id: str) -> None:
+        def settle(self, group_id: str, fate: Fate, samples: Sequence[SampleInfo]) -> None:
             raise OSError("cannot settle")
 
     async def scene(stage: Stage) -> None:

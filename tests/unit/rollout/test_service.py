@@ -16,7 +16,7 @@ from drumroll.rollout.scheduler import Limits
 from drumroll.rollout.service import RolloutService
 from drumroll.rollout.source import GroupRequest, ListSource
 from drumroll.rollout.stream import Policy
-from drumroll.types import SampleInfo, Sampling, Task
+from drumroll.types import SampleInfo, Task
 
 
 class Worker:
@@ -80,7 +80,7 @@ def service(worker: Worker) -> RolloutService:
     return RolloutService(worker, seed=1, limits=Limits())
 
 
-POLICY = Policy(Sampling(), max_rejected=3)
+POLICY = Policy(max_rejected=3)
 
 
 def test_takes_block_until_their_groups_are_there() -> None:

@@ -16,14 +16,14 @@ TASKS = [Task(id=f"t{number}", prompt="?") for number in range(5)]
 
 
 def source(groups_per_round: int = 3, attempt: int = 0) -> TaskSource:
-    return TaskSource(TaskCursor(TASKS, seed=1), groups_per_round, 4, lambda: attempt)
+    return TaskSource(TaskCursor(TASKS, seed=1), groups_per_round=groups_per_round, group_size=4, attempt=lambda: attempt)
 
 
 def test_a_list_gives_exactly_its_groups() -> None:
     requests = [GroupRequest(f"g{n}", TASKS[n], 2, ("eval", n)) for n in range(3)]
     one = ListSource(requests)
     assert [one.draw() for _ in range(5)] == [*requests, None, None]
-    one.settle("g0")
+    one.settle("g0", "consumed", ())
 
 
 def test_names_say_round_and_place() -> None:
@@ -62,9 +62,9 @@ def test_going_back_draws_other_samples_of_the_same_tasks() -> None:
 def test_a_group_is_settled_once() -> None:
     one = source()
     group_id = one.draw().group_id
-    one.settle(group_id)
+    one.settle(group_id, "consumed", ())
     with pytest.raises(KeyError):
-        one.settle(group_id)
+        one.settle(group_id, "consumed", ())
 
 
 @given(st.integers(1, 7), st.lists(st.one_of(st.just("draw"), st.integers(0, 5)), max_size=40))
@@ -75,7 +75,7 @@ def test_nothing_drawn_and_unsettled_is_lost_and_the_order_is_kept(groups_per_ro
         if event == "draw":
             open_.append(one.draw())
         elif open_:
-            one.settle(open_.pop(int(event) % len(open_)).group_id)
+            one.settle(open_.pop(int(event) % len(open_)).group_id, "consumed", ())
     other = source(groups_per_round)
     other.load_state(json.loads(json.dumps(one.state())))
     assert [other.draw() for _ in open_] == open_
@@ -86,7 +86,7 @@ def test_nothing_drawn_and_unsettled_is_lost_and_the_order_is_kept(groups_per_ro
 def test_a_state_that_was_loaded_can_be_saved_again_without_change() -> None:
     one = source()
     drawn = [one.draw() for _ in range(4)]
-    one.settle(drawn[1].group_id)
+    one.settle(drawn[1].group_id, "consumed", ())
     state = one.state()
     other = source()
     other.load_state(state)

@@ -133,9 +133,8 @@ async def workers(
         await each.backend.update(Version(0, 5), iter([weights]), "keep")
         await each.resume()
     rewards = [{"kind": "python:digits"}, {"kind": "python:patient"}]
-    worker = EnvironmentWorker(
-        rank, model_folder=str(model_folder), env={"kind": env}, rewards=rewards, max_turns=2, max_tokens=32, **options
-    )
+    domains = {"*": {"env": {"kind": env}, "rewards": rewards}}
+    worker = EnvironmentWorker(rank, model_folder=str(model_folder), domains=domains, max_turns=2, max_tokens=32, **options)
     lines = [Line(each) for each in engines]
     await worker.connect(lines)  # type: ignore[arg-type]
     try:
