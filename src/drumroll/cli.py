@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from drumroll.errors import DrumrollError, UserError
+from drumroll.errors import DrumrollError, PluginError, UserError
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning of language models and agents."
@@ -184,6 +184,7 @@ def list_registered(
 ) -> None:
     """Name everything that is registered: backends, environments, rewards, advantages, losses, corrections, filters."""
     from rich.table import Table
+    from rich.text import Text
 
     from drumroll.registry import FAMILIES, REGISTRY, import_plugin, nearest
 
@@ -194,7 +195,11 @@ def list_registered(
     table = Table("family", "kind", "what it is", box=None)
     for known in [family] if family else FAMILIES:
         for name in REGISTRY.names(known):
-            table.add_row(known, name, REGISTRY.lookup(known, name).summary)
+            try:
+                what = REGISTRY.lookup(known, name).summary
+            except PluginError as error:  # a package that it needs
+                what = str(error)
+            table.add_row(known, name, Text(what))
     Console().print(table)
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from drumroll import cli
 from drumroll.record.folder import RunFolder
+from drumroll.registry import REGISTRY, Entry, require
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -201,6 +202,21 @@ class TestWithoutARun:
         assert "exact_match" in listed
         assert "grpo" not in listed
         assert "guess_number" in command("list", "env", "--plugin", "./examples/guess_number.py")
+
+    def test_what_needs_a_package_that_is_missing_is_listed_with_the_install_line(
+        self, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lookup = REGISTRY.lookup
+
+        def without_math(family: str, kind: str) -> Entry:
+            if kind == "math":
+                require("no_such_package", "math")
+            return lookup(family, kind)
+
+        monkeypatch.setattr(REGISTRY, "lookup", without_math)
+        listed = command("list", "reward")
+        assert "pip install 'drumroll[math]'" in listed
+        assert "exact_match" in listed
 
     def test_plan_prints_the_map(self, tmp_path: Path, command: Command) -> None:
         config = write_config(tmp_path)

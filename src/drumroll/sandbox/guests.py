@@ -242,7 +242,8 @@ class Names(dict[str, Any]):
         if name not in self.program or (name in self.trusted and hasattr(builtins, name)):
             raise KeyError(name)
         if name in self.trusted:
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
+            return module if self.program[name] else getattr(module, name, module)  # `from datetime import datetime` means the class
         return self.link.ask("item", 0, name)
 
 

@@ -72,8 +72,11 @@ class Sandbox:
     async def examine(self, program: str, tests: Sequence[str], *, limits: Limits = DEFAULT_LIMITS) -> Examination:
         """Runs tests on a program. A test is Python source that asserts; names that it does not define are the program's.
 
-        A test passes when it runs to its end without an error. The limits are for all tests together; the program and the tests, which run
-        apart, have them each. Example: `await sandbox.examine("def double(x): return 2 * x", ["assert double(2) == 4"])`.
+        A test passes when it runs to its end without an error. What a test uses and does not define or import may be the program's own
+        invention; only built-in names and standard modules are always Python's. The limits are for all tests together; the program
+        and the tests, which run apart, have them each.
+
+        Example: `await sandbox.examine("def double(x): return 2 * x", ["assert double(2) == 4"])`.
         """
         if not tests:
             return Examination((), (), "there are no tests", 0.0)

@@ -61,29 +61,29 @@ def main(descriptor: int) -> None:
         return
     plan["owner"] = os.geteuid()
     try:
-        proc = prepare(plan)
+        proc, code = prepare(plan)
     except OSError as error:
         control.send(json.dumps({"error": error.strerror, "errno": error.errno}).encode())
         return
     control.send(b"{}")
-    job = serve(control, drumroll, proc, plan)
+    job = serve(control, drumroll, plan, proc, code)
     if job is not None:
         job()
 
 
-def prepare(plan: dict[str, Any]) -> int:
-    """Puts this process behind the walls that all guests share. Returns /proc, opened, for wardens."""
+def prepare(plan: dict[str, Any]) -> tuple[int, bytes]:
+    """Puts this process behind the walls that all guests share. Returns what the others take: /proc, opened, and the filter of calls."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES))
     for name in COMMON_MODULES.split():
         importlib.import_module(name)
+    code = walls.call_filter()
     site.setquit()
     os.environ.clear()
     os.umask(0o022)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     walls.become_root_within([name for name in plan["walls"] if name in walls.NAMESPACES and name != "pid"], plan["guest"])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens that have ended need no one to wait for them
     proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
     if "root" in plan["walls"]:
         walls.build_root()
@@ -93,12 +93,11 @@ def prepare(plan: dict[str, Any]) -> int:
     os.close(nothing)
     gc.collect()
     gc.freeze()
-    return proc
+    return proc, code
 
 
-def serve(control: socket.socket, drumroll: int, proc: int, plan: dict[str, Any]) -> Job | None:
+def serve(control: socket.socket, drumroll: int, plan: dict[str, Any], proc: int, code: bytes) -> Job | None:
     """Forks a warden for each request. Returns None when drumroll has gone, and a job in the guests."""
-    code = walls.call_filter()
     poller = select.poll()
     poller.register(control, select.POLLIN)
     poller.register(drumroll, select.POLLIN)
@@ -113,7 +112,7 @@ def serve(control: socket.socket, drumroll: int, proc: int, plan: dict[str, Any]
         try:
             child = os.fork()
         except OSError as error:
-            tell(files[0], error=f"a new process: {error.strerror}")
+            tell(files[0], error=f"a new process: {error.strerror}", errno=error.errno)
             child = -1
         if child == 0:
             control.close()
@@ -151,7 +150,7 @@ def guard(request: dict[str, Any], files: list[int], zygote: int, proc: int, cod
         listen, say = os.pipe()
         guest = os.fork()
     except OSError as error:
-        tell(status, error=error.strerror)
+        tell(status, error=error.strerror, errno=error.errno)
         os._exit(1)
     if guest == 0:
         os.close(listen)
@@ -186,9 +185,8 @@ def confine(request: dict[str, Any], files: list[int], say: int, code: bytes) ->
         if "calls" in request["walls"]:
             walls.filter_calls(code)
         os.write(say, b"ready")
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.write(say, f"a guest's walls: {error}".encode())
+    except OSError as error:
+        tell(say, error=error.strerror, errno=error.errno)
         os._exit(1)
     os.close(say)
     return guests.job(request["role"])
@@ -199,7 +197,7 @@ def watch(guest: int, listen: int, status: int, wall_s: float) -> None:
     word = os.read(listen, 4096)
     if word != b"ready":
         os.kill(guest, signal.SIGKILL)
-        tell(status, error=word.decode(errors="replace") or "a guest's walls: it ended while they were put up")
+        tell(status, **json.loads(word or b'{"error": "the walls of a guest, which ended meanwhile"}'))
         return
     started = time.monotonic()
     tell(status, pid=guest)
