@@ -108,6 +108,9 @@ class Link:
             error = self.decode_error(answer[1])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ImportError) as problem:
             raise self.lose(f"it sent a value that is none ({type(problem).__name__})") from None
+        if isinstance(error, StopIteration) and operation != "next":  # `all(map(f, …))` would take it for the end of the loop
+            error = RuntimeError("the program raised StopIteration")
+            error.__dict__["from_program"] = True
         raise error
 
     def wait(self) -> list[Any]:
