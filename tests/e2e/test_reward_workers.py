@@ -141,3 +141,23 @@ def test_a_judge_on_an_engine_of_the_plan_is_asked(tmp_path: Path) -> None:
         short(tmp_path, [judge], rollout=rollout)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert not any("weights" in row for row in rows)
+
+
+def test_a_judge_behind_a_url_is_asked_once_for_equal_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "unit" / "rewards"))
+    from scripted_judge import serve
+
+    def sorted_digits(ask: Any) -> str:
+        reply = ask.section("reply")
+        return f"VERDICT {ask.seal} {10 if list(reply) == sorted(reply) else 2}"
+
+    with serve(sorted_digits) as server:
+        judge = {"kind": "judge", "url": server.url, "model": "m", "rubric": "Are the digits in order?", "success_at": 1.0}
+        run = short(tmp_path, [judge])
+    with Reader(run.store) as reader:
+        samples = [reader.load(row.sample_id) for row in reader.query(Filter(phase="train", state="consumed"))]
+    for sample in samples:
+        in_order = list(sample.last_reply) == sorted(sample.last_reply)
+        expected = 0.0 if not sample.last_reply else 1.0 if in_order else 0.2
+        assert sample.reward_parts["judge"] == expected
+    assert len(server.asks) == len({(sample.task.id, sample.last_reply) for sample in samples if sample.last_reply})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import builtins
 import json
 import math
 import re
@@ -361,7 +360,7 @@ def _lines(value: Any, where: str) -> str:
     raise ValueError(f"{where} is {_shown(value)}; text or a list of lines was expected. Calls of a function need 'fn_name'.")
 
 
-# The comparison runs beside the tests, away from the program. Names come from `builtins`, because the program's own come first.
+# The comparison runs beside the tests, away from the program. Its names are those of `builtins`, whatever the program defines.
 _SAME = f"""
 import builtins as _drumroll
 from math import inf as inf, nan as nan
@@ -427,9 +426,8 @@ def _assertions(source: str, where: str, entry: str | None, setup: str) -> str:
     if not any(map(_can_fail, ast.walk(tree))):
         raise ValueError(f"{where} asserts nothing, so it would pass whatever the code does: {_shown(source)}.")
     whole = f"{setup}\n{source}\n"
-    if entry is not None:
-        whole = f"candidate = {entry}\n{whole}" + (f"check({entry})\n" if needs_call else "")
-    return _guard(_parsed(whole, f"{where} with its setup"), entry) + whole
+    _parsed(whole, f"{where} with its setup")
+    return whole if entry is None else f"candidate = {entry}\n{whole}" + (f"check({entry})\n" if needs_call else "")
 
 
 def _parsed(source: str, where: str) -> ast.Module:
@@ -447,36 +445,6 @@ def _can_fail(node: ast.AST) -> bool:
     """An assertion, a raise, or a call of something like `assert_allclose`."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return isinstance(node, ast.Assert | ast.Raise) or name.lower().startswith("assert")
-
-
-def _guard(tree: ast.Module, entry: str | None) -> str:
-    """An import that gives the test Python's own `all`, `len`, … even where the program defines such names.
-
-    A function under test may itself have the name of a builtin. It does when the test uses no other name that is not its own.
-    """
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    used = {name.id for name in names if isinstance(name.ctx, ast.Load)}
-    bound = {name.id for name in names if not isinstance(name.ctx, ast.Load)} | _defined(tree)
-    pythons = {name for name in used if hasattr(builtins, name)}
-    if entry is None and used <= pythons | bound:
-        return ""
-    guarded = sorted(pythons - {entry})
-    return f"from builtins import {', '.join(guarded)}\n" if guarded else ""
-
-
-def _defined(tree: ast.Module) -> set[str]:
-    """Names that a test binds other than by assignment."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            names.add(node.name)
-    return names
 
 
 def _shown(value: Any) -> str:

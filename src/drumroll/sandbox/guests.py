@@ -256,18 +256,36 @@ def names_to_trust(test: ast.AST, program: dict[str, bool]) -> set[str]:
 
     A test that says `abs(f(2) - 4) < 0.1` means Python's `abs`, and a program must not put its own in place of it. But some tasks
     ask for a function that is named like one of Python's, and test it alone: `assert sum(10, 15) == 6`. So Python's names are
-    Python's, unless the test uses no other name of the program; then the innermost one that is called is what the test is about.
+    Python's, unless the test uses no other name that it does not define itself, be it one that the program lacks; then the innermost
+    one that is called is what the test is about.
     """
-    used = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & program.keys()
+    used = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
     reserved = {name for name in program if is_reserved(name)}
-    if used - reserved:
+    if any(not is_reserved(name) for name in used - names_defined(test)):
         return reserved
-    tested = {name for name in used if not (program[name] and name in sys.stdlib_module_names)}
+    tested = {name for name in used & reserved if not (program[name] and name in sys.stdlib_module_names)}
     if len(tested) > 1:
         calls = [node for node in ast.walk(test) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
         outer = {call.func.id for call in calls for inner in calls if inner is not call and holds(call, inner, tested)}  # type: ignore[attr-defined]
         tested -= outer
     return reserved - tested if len(tested) == 1 else reserved
+
+
+def names_defined(test: ast.AST) -> set[str]:
+    """Every name that a test itself gives a meaning to, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(test):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names.add(node.name)
+    return names
 
 
 def holds(call: ast.Call, inner: ast.Call, names: set[str]) -> bool:

@@ -250,29 +250,6 @@ def test_times_that_do_not_fit_are_refused():
         Code.Config(kind="code", deadline_s=11)
 
 
-@pytest.mark.parametrize(
-    ("test", "guarded"),
-    [
-        ("assert all(f(x) for x in range(3))", "all, range"),
-        ("assert sum(10, 15) == 6", None),
-        ("x = 10\nassert sum(x, 15) == 6", None),
-        ("def g(x):\n    return len(x)\nassert max(g('a'), 2) == f(1)", "len, max"),
-        ("str = f(1)\nassert str == 'a'", "str"),
-        ("assert f(1) == 2", None),
-    ],
-)
-def test_the_program_cannot_replace_builtins_that_the_test_uses(test, guarded):
-    (source,) = read_tests(test).sources
-    first = source.split("\n")[0]
-    assert first == f"from builtins import {guarded}" if guarded else "builtins" not in source
-
-
-def test_the_function_to_check_may_have_the_name_of_a_builtin():
-    (source,) = read_tests("def check(candidate):\n    assert abs(candidate(1)) == max(1, 1)\n", entry="max").sources
-    assert source.startswith("from builtins import abs\ncandidate = max\n")
-    assert source.endswith("check(max)\n")
-
-
 # Verdicts, without a sandbox.
 
 
@@ -451,6 +428,37 @@ HUMAN_EVAL_TEST = "def check(candidate):\n    assert candidate([1, 2]) == 3\n   
 )
 def test_replies_may_continue_the_prompt_or_repeat_it(judge, reply, reward):
     assert judge(reply, HUMAN_EVAL_TEST, columns=HUMAN_EVAL, entry_field="entry_point", prefix_field="prompt") == reward
+
+
+BUILTIN_CASES = {
+    "the function has a builtin's name": ("def sum(a, b):\n    return a * b\n", "assert sum(2, 5) == 10", 1.0),
+    "beside names of the test": ("def sum(a, b):\n    return a * b\n", "x = 2\nassert sum(x, 5) == 10", 1.0),
+    "the program has its own all": (
+        "def f(x):\n    return 1\n\ndef all(x):\n    return True\n",
+        "assert all(f(x) == x for x in (1, 2))",
+        0.0,
+    ),
+    "and lacks the function": ("def all(x):\n    return True\n", "assert all(f(x) == x for x in (1, 2))", 0.0),
+    "in a function of the test": ("def max(*x):\n    return 3\n", "def g(x):\n    return max(x)\nassert g([1]) == f(3)", 0.0),
+}
+
+
+@pytest.mark.parametrize(("program", "test", "reward"), BUILTIN_CASES.values(), ids=BUILTIN_CASES)
+def test_the_program_replaces_no_builtin_that_the_test_uses(judge, program, test, reward):
+    assert judge(program, test) == reward
+
+
+def test_the_function_to_check_may_have_the_name_of_a_builtin(judge):
+    test = "def check(candidate):\n    assert abs(candidate(1, 2)) == max(1, 2)\n"
+    assert judge("def sum(a, b):\n    return -b\n", test, columns={"name": "sum"}, entry_field="name") == 1.0
+    assert judge("def sum(a, b):\n    return a\n", test, columns={"name": "sum"}, entry_field="name") == 0.0
+
+
+@pytest.mark.parametrize("name", ["isinstance", "any", "all", "type", "len", "_drumroll", "_drumroll_same", "_drumroll_check"])
+def test_the_comparison_of_calls_cannot_be_replaced(judge, name):
+    program = f"{name} = lambda *args, **kwargs: True\n\ndef f(x):\n    return [x, 2]\n"
+    assert judge(program, [{"call": "f", "args": [1], "expected": [1, 1]}]) == 0.0
+    assert judge(program, [{"call": "f", "args": [1], "expected": [1, 2]}]) == 1.0
 
 
 def test_setup_code_runs_after_the_program(judge):
