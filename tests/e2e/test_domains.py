@@ -89,7 +89,7 @@ def test_metrics_and_evaluations_are_by_domain(run: RunFolder) -> None:
     steps = [line for line in read_lines(run.metrics_file) if "weights" in line]
     for line in steps:
         assert [line[f"domain/{name}/share"] for name in ("sorting", "copying", "pooled-copying")] == pytest.approx([1 / 2, 1 / 3, 1 / 6])
-        assert line["domain/pooled-copying/reward/brevity_s_mean"] > 0
+        assert line["domain/pooled-copying/time/reward_brevity_s_mean"] > 0
         assert line["domain/copying/new_tokens_max"] <= 2
         assert line["rollout/num_failed_reward"] == 0
     assert sum(line.get("domain/sorting/num_rejected", 0) for line in steps) > 0

@@ -77,7 +77,7 @@ def test_functions_that_hang_and_workers_that_die_cost_no_sample(tmp_path: Path)
         assert sample.reward == sample.reward_parts["exact_match"] + 0.5 * sample.reward_parts["math"]
     steps = [line for line in read_lines(run.metrics_file) if "weights" in line]
     assert sum(line.get("reward/trouble_failures", 0) for line in steps) >= 3, "those three, and whoever else waited in the worker"
-    assert all(line["reward/math_s_mean"] > 0 for line in steps)
+    assert all(line["time/reward_math_s_mean"] > 0 for line in steps)
     assert all(line["rollout/num_failed_reward"] == 0 for line in steps)
 
 

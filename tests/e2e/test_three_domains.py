@@ -52,7 +52,7 @@ def test_a_step_on_all_three(tmp_path: Path) -> None:
     (line,) = [line for line in read_lines(run.metrics_file) if "weights" in line]
     assert [line[f"domain/{name}/share"] for name in ("mathematics", "code", "instructions")] == pytest.approx([0.4, 0.3, 0.3])
     assert line["domain/code/reward/code_mean"] == 0.0, "a model of children's stories writes no Python"
-    assert line["domain/mathematics/reward/math_s_mean"] > 0
+    assert line["domain/mathematics/time/reward_math_s_mean"] > 0
     assert line["rollout/num_failed_reward"] == 0
     with Reader(run.store) as reader:
         parts = {row.domain: set(row.reward_parts) for row in reader.query(Filter(phase="train", state="consumed"))}

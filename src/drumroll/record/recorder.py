@@ -123,6 +123,7 @@ class Recorder:
         generating_s = sum(times.values()) if self._is_asynchronous else times.get("time/rollout_s", 0.0)
         metrics = {
             **sample_metrics(samples),
+            **reward_costs(samples),
             **domain_metrics(samples, self._domains),
             TOKENS_PER_S: new_tokens / max(1e-9, generating_s),
             **{name: value for name, value in batch.items() if self._domains or not name.startswith("domain/")},
@@ -277,7 +278,20 @@ def domain_metrics(samples: Sequence[SampleInfo], domains: Sequence[str]) -> dic
         of_domain = [sample for sample in samples if sample.domain == domain]
         metrics[f"domain/{domain}/share"] = len(of_domain) / max(1, len(samples))
         if of_domain:
-            metrics |= {f"domain/{domain}/{name.removeprefix('rollout/')}": value for name, value in sample_metrics(of_domain).items()}
+            values = {**sample_metrics(of_domain), **reward_costs(of_domain)}
+            metrics |= {f"domain/{domain}/{name.removeprefix('rollout/')}": value for name, value in values.items()}
+    return metrics
+
+
+def reward_costs(samples: Sequence[SampleInfo]) -> dict[str, float]:
+    """How long each reward took, and how often it failed before it answered. The seconds depend on timing."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for sample in samples for name in sample.reward_stats}):
+        values = [sample.reward_stats[name] for sample in samples if name in sample.reward_stats]
+        if name.endswith("_s"):
+            metrics |= {f"time/reward_{name}_mean": fmean(values), f"time/reward_{name}_max": max(values)}
+        else:
+            metrics[f"reward/{name}"] = sum(values)
     return metrics
 
 
@@ -295,12 +309,6 @@ def sample_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
         metrics |= {"rollout/new_tokens_mean": fmean(lengths), "rollout/new_tokens_max": max(lengths)}
     for name in sorted({name for sample in samples for name in sample.reward_parts}):
         metrics[f"reward/{name}_mean"] = fmean(sample.reward_parts[name] for sample in samples if name in sample.reward_parts)
-    for name in sorted({name for sample in samples for name in sample.reward_stats}):
-        values = [sample.reward_stats[name] for sample in samples if name in sample.reward_stats]
-        if name.endswith("_s"):
-            metrics |= {f"reward/{name}_mean": fmean(values), f"reward/{name}_max": max(values)}
-        else:
-            metrics[f"reward/{name}"] = sum(values)
     for name in sorted({name for sample in samples for name in sample.metrics}):
         metrics[f"env/{name}_mean"] = fmean(sample.metrics[name] for sample in samples if name in sample.metrics)
     for reason, count in sorted(Counter(sample.stop_reason for sample in samples).items()):

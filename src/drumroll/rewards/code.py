@@ -9,7 +9,6 @@ Expected values never enter the process that runs the reply's code.
 from __future__ import annotations
 
 import ast
-import asyncio
 import json
 import math
 import re
@@ -71,6 +70,8 @@ class Code:
     """
 
     class Config(RewardConfig):
+        """Which columns hold what, and what a program may use."""
+
         tests_field: str = "tests"
         """Column with the tests."""
         entry_field: str | None = None
@@ -96,10 +97,11 @@ class Code:
                 raise ValueError(f"`wall_s` ({self.wall_s:g}) must be less than nine tenths of `deadline_s` ({self.deadline_s:g}).")
             return self
 
+    concurrency = 1  # the wall clock of a second program would run while it waits for a core
+
     def __init__(self, config: Config, sandbox: Sandbox | None = None) -> None:
         self._config = config
         self._sandbox = sandbox or Sandbox()
-        self._turn = asyncio.Lock()  # one program at a time: the wall clock of a second one would run while it waits for a core
 
     async def start(self, place: Place) -> None:
         """Make the sandbox; a `SandboxError` where the kernel offers no isolation."""
@@ -121,8 +123,7 @@ class Code:
         if code is None:
             return 0.0
         program = join_program(self._prefix(task), code, self._entry(task))
-        async with self._turn:
-            passed = await (self._run(program, tests) if isinstance(tests, StdinTests) else self._examine(program, tests, task))
+        passed = await (self._run(program, tests) if isinstance(tests, StdinTests) else self._examine(program, tests, task))
         return float(all(passed)) if self._config.score == "all" else sum(passed) / len(passed)
 
     async def _examine(self, program: str, tests: CallTests, task: Task) -> Sequence[bool]:
@@ -155,9 +156,10 @@ class Code:
         return passed
 
     def _tests(self, task: Task) -> StdinTests | CallTests:
-        field = self._config.tests_field
+        field, entry = self._config.tests_field, self._entry(task)
         try:
-            tests = read_tests(task.data[field], entry=self._entry(task), setup=self._text(task, self._config.setup_field))
+            setup = helpers(self._prefix(task), entry) + self._text(task, self._config.setup_field)
+            tests = read_tests(task.data[field], entry=entry, setup=setup)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"column '{field}': {error}") from error
         most = self._config.max_tests
@@ -260,6 +262,14 @@ def join_program(prefix: str, code: str, entry: str | None = None) -> str:
         prefix += "\n"
     futures = "".join(line if line.endswith("\n") else line + "\n" for line in _FUTURE.findall(code))
     return futures + prefix + _FUTURE.sub("", code)
+
+
+def helpers(prefix: str, entry: str | None) -> str:
+    """What the prefix defines besides the entry point, for the tests: a test that computes by them must not take a reply's own for them."""
+    if entry is None or not _parses(prefix):
+        return ""
+    kept = [node for node in ast.parse(prefix).body if getattr(node, "name", None) != entry and not isinstance(node, ast.Expr)]
+    return ast.unparse(ast.Module(kept, [])) + "\n" if kept else ""
 
 
 def _parses(source: str) -> bool:

@@ -95,9 +95,7 @@ class Reward:
                 raise RewardError(overdue(self.name, trajectory, deadline_s)) from error
 
     def _failed(self, error: Exception, trajectory: Trajectory) -> RewardError:
-        return RewardError(
-            f"reward '{self.name}' failed on task '{trajectory.task.id}': {type(error).__name__}: {error}{place_of(error)}"
-        )
+        return RewardError(f"reward '{self.name}' failed on task '{trajectory.task.id}': {type(error).__name__}: {error}{place_of(error)}")
 
     def _parts(self, value: Any, trajectory: Trajectory) -> Parts:
         if not isinstance(value, Mapping):

@@ -513,3 +513,29 @@ def test_a_task_may_expect_an_exception(judge):
     """)
     assert judge(ADD, test) == 1.0
     assert judge("def add(a, b):\n    return a\n", test) == 0.0
+
+
+ROOT_PROMPT = '''
+import math
+
+def value_at(xs, x):
+    return sum(c * math.pow(x, i) for i, c in enumerate(xs))
+
+def find_root(xs):
+    """A root of the polynomial."""
+'''
+ROOT_TEST = "def check(candidate):\n    assert abs(value_at([-6, 11, -6, 1], candidate([-6, 11, -6, 1]))) < 1e-6\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("    return 2.0\n", 1.0),
+        ("    return 2.5\n", 0.0),
+        ("    return 2.5\n\ndef value_at(xs, x):\n    return 0\n", 0.0),
+        ("```python\ndef value_at(xs, x):\n    return 0\n\ndef find_root(xs):\n    return 7\n```", 0.0),
+    ],
+)
+def test_a_helper_of_the_prompt_is_the_prompts_own_in_the_tests(judge, reply, reward):
+    columns = {"prompt": ROOT_PROMPT, "entry": "find_root"}
+    assert judge(reply, ROOT_TEST, columns=columns, entry_field="entry", prefix_field="prompt") == reward
