@@ -42,7 +42,7 @@ def test_every_character_is_one_token_and_survives(characters, text):
     assert characters.decode(ids) == text
 
 
-@given(st.text(max_size=20).filter(lambda text: set(text) - set(CHARACTERS)))
+@given(st.text(max_size=20).filter(lambda text: set(text) - set(CHARACTERS) and "<" not in text))  # special tokens are known
 def test_unknown_characters_are_errors(characters, text):
     with pytest.raises(DataError, match=r"has no token for .*`model.scratch.characters`"):
         characters.encode(text)
