@@ -102,14 +102,54 @@ def plan(
 @app.command()
 def export(
     run: RunPath,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
-    step: Annotated[int | None, typer.Option(help="Checkpoint of this step; the final model otherwise.")] = None,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder, or with --trajectories file, to write; must not exist.")],
+    step: Annotated[
+        str | None, typer.Option(help="Checkpoint of this step; the final model otherwise. With --trajectories: '3', '>=10' or '3..5'.")
+    ] = None,
+    trajectories: Annotated[
+        bool, typer.Option("--trajectories", help="Write episodes as JSON lines, for supervised fine-tuning, and not a model.")
+    ] = False,
+    phase: Annotated[str | None, typer.Option(help="Of --trajectories: train, eval or comparison.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Of --trajectories: '1', '>=0.5' or '0.2..0.8'.")] = None,
+    domain: Annotated[str | None, typer.Option(help="Of --trajectories: only this domain.")] = None,
+    success: Annotated[bool | None, typer.Option("--success/--no-success", help="Of --trajectories: only successes, or others.")] = None,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder."""
+    """Write a checkpoint of a run as a Hugging Face folder, or its episodes as JSON lines."""
     from drumroll.record.folder import RunFolder
 
-    source = RunFolder.open(run).export(out, step)
+    folder = RunFolder.open(run)
+    if trajectories:
+        from drumroll.record.episodes import export_episodes
+        from drumroll.record.show import parse_filter
+
+        where = parse_filter(phase=phase, step=step, reward=reward, domain=domain, success=success)
+        print(f"wrote {export_episodes(folder, out, where):,} episodes to {out}")
+        return
+    if step is not None and not step.isdigit():
+        raise UserError(f"--step: got '{step}'; the number of a step was expected.")
+    source = folder.export(out, None if step is None else int(step))
     Console().print(f"wrote {out} from {source}", soft_wrap=True)
+
+
+@app.command()
+def play(
+    run: RunPath,
+    env: Annotated[str | None, typer.Option(help="Only episodes of this kind of environment.")] = None,
+    phase: Annotated[str | None, typer.Option(help="train, eval or comparison.")] = None,
+    step: Annotated[str | None, typer.Option(help="Only these steps: '3', '>=10' or '3..5'.")] = None,
+    success: Annotated[bool | None, typer.Option("--success/--no-success", help="Only successes, or only others.")] = None,
+    limit: Annotated[int, typer.Option(help="At most this many, the newest.", min=1)] = 3,
+    delay: Annotated[float, typer.Option(help="Seconds between two turns.", min=0)] = 0.5,
+) -> None:
+    """Watch episodes of a run in the terminal, turn by turn, also while it goes on."""
+    from drumroll.record.folder import RunFolder
+    from drumroll.record.play import play as play_episodes
+    from drumroll.record.show import parse_filter
+
+    where = parse_filter(phase=phase, step=step, success=success, state="consumed")
+    shown = play_episodes(RunFolder.open(run), Console(), where, env=env, limit=limit, delay_s=delay)
+    if not shown:
+        print("No episode matches.")
 
 
 @app.command()

@@ -113,7 +113,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "judge": "drumroll.rewards.judge",
         "reward_model": "drumroll.rewards.reward_model",
     },
-    "advantage": dict.fromkeys(("grpo", "rloo", "reinforce"), "drumroll.algo.advantage"),
+    "advantage": {
+        **dict.fromkeys(("grpo", "rloo", "reinforce"), "drumroll.algo.advantage"),
+        **dict.fromkeys(("step_level", "gigpo"), "drumroll.algo.credit"),
+    },
     "loss": dict.fromkeys(("ppo_clip", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"),
     "correction": dict.fromkeys(("none", "truncated_is"), "drumroll.algo.correction"),
     "group_filter": dict.fromkeys(("all_right", "all_wrong", "all_equal", "reward_variance"), "drumroll.rollout.filters"),

@@ -85,6 +85,20 @@ class Task(Parcel):
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange(Parcel):
+    """What was shown, as text or as chat messages, and the reply to it: one turn of a demonstration.
+
+    Example: `Exchange("2+2=", None, "4")`.
+    """
+
+    prompt: str | None
+    messages: tuple[Message, ...] | None
+    reply: str
+    is_imitated: bool = True
+    """Whether the loss is on the reply."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling(Parcel):
     """How tokens are drawn. The defaults sample from the model's own distribution."""
 
@@ -107,6 +121,10 @@ class Turn(Parcel):
     start: int
     end: int
     text: str
+    reward: float = 0.0
+    """Of a policy's turn: what the environment gave for it."""
+    state: str = ""
+    """Of a policy's turn: name of the state that it was played in; equal states of a group have equal names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +247,25 @@ class SampleInfo(Parcel):
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """The M turns of the policy in a batch, in the order of their tokens.
+
+    Example: two trajectories, the first of two turns: `trajectory` = [0, 0, 1].
+    """
+
+    starts: Tensor
+    """[M] int64: turn m owns the batch's tokens starts[m]:ends[m]."""
+    ends: Tensor
+    """[M] int64"""
+    trajectory: Tensor
+    """[M] int64: number of its trajectory."""
+    rewards: Tensor
+    """[M] float32: what it was given. A trajectory's last turn has what reward functions gave, too: their sum is the trajectory's."""
+    state: Tensor
+    """[M] int64: turns with the same number were played in equal states of the same group."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """N trajectories packed end to end into T tokens; nothing is padded.
 
@@ -267,6 +304,8 @@ class Batch:
     """[T] float32: the trainer's log-probabilities before the step's first update."""
     ref_logp: Tensor | None = None
     """[T] float32"""
+    turns: Turns | None = None
+    """The policy's turns; None for demonstrations. Stays on the host."""
 
     @property
     def num_trajectories(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ from drumroll.algo.algorithm import build_algorithm
 from drumroll.config.models import AlgoConfig
 from drumroll.registry import REGISTRY
 from drumroll.text.packing import pack_demonstrations, select
-from drumroll.types import Batch
+from drumroll.types import Batch, Turns
 
 ADVANTAGES = REGISTRY.names("advantage")
 LOSSES = REGISTRY.names("loss")
 CORRECTIONS = REGISTRY.names("correction")
+
+
+GROUPS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3])
+REWARDS = torch.tensor([1.0, 0, 0, 1, 0.5, 0.25, 1, 0, 0.1, 0.1, 0.1, 1.0])
 
 
 def make_batch() -> Batch:
@@ -26,16 +31,16 @@ def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
     batch = pack_demonstrations([([1, 2, 3], [4] * (2 + number % 4)) for number in range(12)])
     mask = batch.loss_mask & (batch.position_ids != 4)
-    size = batch.num_tokens
+    size, starts = batch.num_tokens, batch.offsets[:-1] + 3
     return batch.with_fields(
         loss_mask=mask,
-        group_index=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3]),
-        rewards=torch.tensor([1.0, 0, 0, 1, 0.5, 0.25, 1, 0, 0.1, 0.1, 0.1, 1.0]),
+        group_index=GROUPS,
+        rewards=REWARDS,
         behaviour_logp=-3 * torch.rand(size, generator=generator) * mask,
         advantages=torch.randn(size, generator=generator) * mask,
         old_logp=-torch.rand(size, generator=generator) * mask,
         ref_logp=-torch.rand(size, generator=generator) * mask,
-    )
+    ).with_fields(turns=Turns(starts, batch.offsets[1:], torch.arange(12), REWARDS, GROUPS))
 
 
 def section(loss: str, correction: str | None = None, **more: Any) -> AlgoConfig:
@@ -54,7 +59,9 @@ def test_an_advantage_is_finite_masked_and_zero_where_there_is_nothing_to_compar
     assert advantage.isfinite().all()
     assert not advantage[~batch.loss_mask].any()
     assert advantage.any()
-    flat = batch.with_fields(rewards=torch.full((12,), 0.1))
+    assert batch.turns is not None
+    same = torch.full((12,), 0.1)
+    flat = batch.with_fields(rewards=same, turns=replace(batch.turns, rewards=same))
     assert not build_algorithm(AlgoConfig.model_validate({"advantage": kind})).advantage(flat).any()
 
 

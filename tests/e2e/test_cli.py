@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from drumroll import cli
 from drumroll.record.folder import RunFolder
+from drumroll.record.store import Filter, Reader
 from drumroll.registry import REGISTRY, Entry, require
+from drumroll.workers.demonstrations import Demonstrations
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -188,6 +191,28 @@ class TestAfterARun:
         assert command("export", first.root, out).startswith(f"wrote {out} from {first.final_model}")
         exported, final = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (out, first.final_model))
         assert all(exported[name].equal(final[name]) for name in final)
+
+    def test_export_writes_episodes_that_are_imitated_token_for_token(self, first: RunFolder, tmp_path: Path, command: Command) -> None:
+        out = tmp_path / "episodes.jsonl"
+        assert command("export", first.root, out, "--trajectories", "--phase", "train", "--step", ">=2") == f"wrote 48 episodes to {out}\n"
+        batch = Demonstrations(
+            model_folder=str(first.final_model), source={"path": str(out)}, completion_field="completion", batch_size=48, seed=0
+        ).update(0)
+        with Reader(first.store) as reader:
+            samples = [reader.load(row.sample_id) for row in reader.query(Filter(phase="train")) if row.step >= 2]
+        sampled = sorted((sample.token_ids.tolist(), sample.loss_mask.tolist()) for sample in samples)
+        bounds = batch.offsets.tolist()
+        cuts = list(pairwise(bounds))
+        assert sorted((batch.token_ids[a:b].tolist(), batch.loss_mask[a:b].tolist()) for a, b in cuts) == sampled
+        assert "exists already" in command("export", first.root, out, "--trajectories", code=2)
+        assert "no episode with a verdict" in command("export", first.root, tmp_path / "none", "--trajectories", "--reward", ">9", code=2)
+
+    def test_play_shows_episodes_turn_by_turn(self, first: RunFolder, command: Command) -> None:
+        shown = command("play", first.root, "--phase", "eval", "--limit", "2", "--delay", "0", "--env", "single_turn")
+        assert shown.count("ended by") == 2
+        assert shown.count("turn 1   reward") == 2
+        assert "It has: single_turn." in command("play", first.root, "--env", "frozen_lake", code=2)
+        assert "No episode matches." in command("play", first.root, "--step", "99")
 
     def test_the_saved_config_passes_the_checks(self, first: RunFolder, command: Command) -> None:
         assert command("check", first.config_file).startswith("ok: 40 training tasks, 20 held-out tasks, 3 steps")

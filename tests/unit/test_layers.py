@@ -13,7 +13,7 @@ LAYERS = {
     "algo": 2, "envs": 2, "rewards": 2, "text": 2, "plan": 2, "data": 2, "models": 2,
     "backends": 3,
     "cluster": 4,
-    "rollout": 5, "record": 5,
+    "rollout": 5, "record": 5, "agents": 5,
     "workers": 6, "bench": 6,
     "pipelines": 7,
     "api": 8, "cli": 8, "__init__": 9, "__main__": 9,

@@ -77,10 +77,12 @@ class ModelConfig(Options):
 
 
 class SourceConfig(Options):
-    """Where tasks come from: a JSON-lines or Parquet file, a folder, or a Hugging Face dataset id."""
+    """Where tasks come from: a JSON-lines or Parquet file, a folder, a Hugging Face dataset id, or seeds."""
 
-    path: str
+    path: str = ""
     """File, folder, or hub id such as `org/name`."""
+    seeds: str | None = None
+    """In place of a path: numbers such as `0-999`. Each is a task with that `seed`, for environments that make their tasks themselves."""
     revision: str | None = None
     """Commit, tag or branch of a hub id."""
     split: str | None = None
@@ -93,6 +95,20 @@ class SourceConfig(Options):
     """Domain of these tasks, unless a column `domain` says otherwise."""
     limit: PositiveInt | None = None
     """Take only the first rows."""
+
+    @model_validator(mode="after")
+    def one_origin(self) -> SourceConfig:
+        if bool(self.path) == (self.seeds is not None):
+            raise ValueError("give either `path` (a file, folder or hub id) or `seeds` (numbers such as `0-999`), and not both")
+        if self.seeds is not None and not self.seed_numbers:
+            raise ValueError(f"`seeds` is '{self.seeds}'; a range of numbers such as `0-999` was expected, the smaller one first")
+        return self
+
+    @property
+    def seed_numbers(self) -> range:
+        """The numbers that `seeds` stands for; empty for what is no range."""
+        match = re.fullmatch(r"(\d{1,12})-(\d{1,12})", self.seeds or "")
+        return range(int(match[1]), int(match[2]) + 1) if match else range(0)
 
 
 class DataConfig(Options):
@@ -415,7 +431,9 @@ class SftConfig(ScheduleOptions):
 
     data: SourceConfig
     completion_field: str = "completion"
-    """Column with the reply to imitate."""
+    """Column with the reply to imitate. Rows with `turns` or `messages` are episodes of several turns and need none."""
+    end_token: bool = True
+    """Replies to imitate end with the model's end token. Without it they are taken as they stand, for sampling with stop strings."""
     steps: PositiveInt = 100
     """Optimizer updates."""
     batch_size: PositiveInt = 64

@@ -28,6 +28,8 @@ Located = tuple[str, Row]
 
 def read_rows(source: SourceConfig) -> list[Located]:
     """At most `source.limit` rows; an empty dataset is an error."""
+    if source.seeds is not None:
+        return [(f"seed {seed}", {"seed": seed}) for seed in itertools.islice(source.seed_numbers, source.limit)]
     path = Path(source.path).expanduser()
     if path.is_file():
         refuse_revision(source.path, source.revision, DataError)

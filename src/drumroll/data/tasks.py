@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,18 @@ from drumroll.config.models import ANY, SourceConfig
 from drumroll.data.rows import Row, read_rows
 from drumroll.errors import DataError
 from drumroll.registry import nearest
-from drumroll.types import Message, Task
+from drumroll.types import Exchange, Message, Task
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt, as text or as chat messages, with the reply to imitate."""
+    """An episode to imitate, of one turn or several. Example: `Demonstration((Exchange("2+2=", None, "4"),))`."""
 
-    completion: str
-    prompt: str | None = None
-    messages: tuple[Message, ...] | None = None
+    exchanges: tuple[Exchange, ...]
+    tokens: tuple[tuple[int, ...], tuple[bool, ...]] | None = None
+    """Token ids and loss mask as they were sampled, where the row has them."""
+    tokenizer: str = ""
+    """Whose tokens these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def load_tasks(source: SourceConfig, *, split_label: str, needs: Mapping[str, Ne
     needs = {ANY: Needs()} if needs is None else needs
     tasks: dict[str, tuple[str, Task]] = {}
     for number, (where, row) in enumerate(read_rows(source)):
-        place = f"'{source.path}', {where}"
+        place = f"'{source.path}', {where}" if source.path else where
         domain = _domain(row, source.domain, needs, place)
         needed = needs.get(domain, needs.get(ANY, Needs()))
         _require(row, dict.fromkeys(needed.columns, ""), place)
@@ -47,7 +49,8 @@ def load_tasks(source: SourceConfig, *, split_label: str, needs: Mapping[str, Ne
             _require(row, {source.id_field: "id_field"}, place)
         if needed.prompt:
             _require(row, {source.prompt_field: "prompt_field"}, place)
-        task_id = f"{split_label}-{number}" if source.id_field is None else _id(row[source.id_field], source.id_field, place)
+        default_id = f"{split_label}-{number if source.seeds is None else row['seed']}"
+        task_id = default_id if source.id_field is None else _id(row[source.id_field], source.id_field, place)
         if task_id in tasks:
             raise DataError(
                 f"{place}: id '{task_id}' was already used in {tasks[task_id][0]}; column '{source.id_field}' must name each row."
@@ -59,17 +62,62 @@ def load_tasks(source: SourceConfig, *, split_label: str, needs: Mapping[str, Ne
 
 
 def load_demonstrations(source: SourceConfig, completion_field: str = "completion") -> list[Demonstration]:
-    """Every row of a source as a prompt with the reply to imitate."""
-    demonstrations = []
-    for where, row in read_rows(source):
-        place = f"'{source.path}', {where}"
-        _require(row, {source.prompt_field: "prompt_field", completion_field: "completion_field"}, place)
-        completion = row[completion_field]
-        if not isinstance(completion, str) or not completion:
-            raise DataError(f"{place}: column '{completion_field}' holds {_short(completion)}; the text of a reply was expected.")
-        prompt, messages = _prompt(row[source.prompt_field], source.prompt_field, place)
-        demonstrations.append(Demonstration(completion, prompt, messages))
-    return demonstrations
+    """Every row of a source as an episode to imitate. A row holds one of these:
+
+    - a prompt (text or chat messages) and a completion;
+    - `turns`: a list such as `[{"prompt": "2+2="}, {"reply": "4"}, {"messages": [...]}, {"reply": "5", "imitate": false}]`;
+    - `messages`: a conversation, whose every message of the assistant is imitated.
+    """
+    return [_demonstration(row, source, completion_field, f"'{source.path}', {where}") for where, row in read_rows(source)]
+
+
+def _demonstration(row: Row, source: SourceConfig, completion_field: str, place: str) -> Demonstration:
+    if "turns" in row and source.prompt_field not in row:
+        tokens = (tuple(row["token_ids"]), tuple(map(bool, row["loss_mask"]))) if {"token_ids", "loss_mask"} <= row.keys() else None
+        return Demonstration(tuple(_exchanges(row["turns"], place)), tokens, str(row.get("tokenizer", "")))
+    if "messages" in row and source.prompt_field not in row:
+        return Demonstration(tuple(_conversation(row["messages"], place)))
+    _require(row, {source.prompt_field: "prompt_field", completion_field: "completion_field"}, place)
+    prompt, messages = _prompt(row[source.prompt_field], source.prompt_field, place)
+    return Demonstration((Exchange(prompt, messages, _reply(row[completion_field], f"{place}: column '{completion_field}'")),))
+
+
+def _exchanges(turns: Any, place: str) -> Iterator[Exchange]:
+    """What is shown and what is replied, in turns."""
+    if not isinstance(turns, list) or not turns or len(turns) % 2:
+        raise DataError(f"{place}: column 'turns' holds {_short(turns)}; what is shown and replies in turns were expected.")
+    for number in range(0, len(turns), 2):
+        shown, replied = turns[number : number + 2]
+        where = f"{place}: column 'turns', entry {number}"
+        if not isinstance(shown, dict) or len({"prompt", "messages"} & shown.keys()) != 1:
+            raise DataError(f"{where} is {_short(shown)}; what is shown was expected: `prompt` (text) or `messages`.")
+        if not isinstance(replied, dict) or not isinstance(replied.get("reply"), str):  # it may be empty: nothing but the end token
+            raise DataError(f"{place}: column 'turns', entry {number + 1} is {_short(replied)}; a `reply` was expected.")
+        prompt, messages = _prompt(shown.get("prompt", shown.get("messages")), "turns", where)
+        yield Exchange(prompt, messages, replied["reply"], bool(replied.get("imitate", True)))
+
+
+def _conversation(messages: Any, place: str) -> Iterator[Exchange]:
+    """A conversation, cut before every message of the assistant."""
+    _, said = _prompt(messages, "messages", place)
+    shown: list[Message] = []
+    num_replies = 0
+    for message in said or ():
+        if message["role"] == "assistant":
+            if not shown:
+                raise DataError(f"{place}: column 'messages': two messages of the assistant in a row, or one at the beginning.")
+            yield Exchange(None, tuple(shown), _reply(message.get("content"), f"{place}: column 'messages'"))
+            shown, num_replies = [], num_replies + 1
+        else:
+            shown.append(message)
+    if not num_replies:
+        raise DataError(f"{place}: column 'messages' has no message of the assistant: there is nothing to imitate.")
+
+
+def _reply(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{where} holds {_short(value)}; the text of a reply was expected.")
+    return value
 
 
 def _require(row: Row, columns: Mapping[str, str], place: str) -> None:

@@ -25,8 +25,13 @@ class Step:
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Of a first step with messages: schemas of the tools that the model may call, for the chat template."""
+    state: str | None = None
+    """Name of the state that is shown: where two episodes of a task come into equal states, their names are equal. What is shown
+    names it otherwise."""
     reward: float | None = None
-    """Added to the episode's reward; None leaves rewards to the reward functions."""
+    """For the reply before; added to the episode's reward. None leaves rewards to the reward functions."""
     done: bool = False
     """The episode is over; what is shown with it is shown to nobody."""
     success: bool | None = None

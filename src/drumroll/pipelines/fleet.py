@@ -364,6 +364,7 @@ class Fleet:
             "source": sft.data.model_dump(mode="json"),
             "completion_field": sft.completion_field,
             "batch_size": sft.batch_size,
+            "end_token": sft.end_token,
             "heldout": heldout,
             "trust_remote_code": cfg.model.trust_remote_code,
         }

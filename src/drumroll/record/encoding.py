@@ -36,7 +36,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     """The trajectory as msgpack, without its life, which the store has in the sample's row, and without what its rewards cost."""
     values = {name: getattr(trajectory, name) for name in _STORED}
     task = {name: getattr(trajectory.task, name) for name in _TASK}
-    turns = [[turn.author, turn.start, turn.end, turn.text] for turn in trajectory.turns]  # packed much faster than tuples
+    turns = [[turn.author, turn.start, turn.end, turn.text, turn.reward, turn.state] for turn in trajectory.turns]  # faster than tuples
     sampling = {name: getattr(trajectory.sampling, name) for name in _SAMPLING}
     return _pack({"format": FORMAT, **values, "task": task, "turns": turns, "sampling": sampling})
 

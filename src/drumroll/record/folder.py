@@ -199,7 +199,7 @@ class RunFolder:
             checkpoint = self._newest(store) if step is None else store.load(self._checkpoint_name(store, step))
             from drumroll.backends.train.shards import export_folder  # torch takes seconds to import
 
-            export_folder(checkpoint.path / "trainer", self._model_folder(), out)
+            export_folder(checkpoint.path / "trainer", self.model_folder(), out)
         return f"{self.checkpoint_root}/{checkpoint.name}"
 
     def save_plugins(self, sources: Mapping[str, str]) -> None:
@@ -229,7 +229,7 @@ class RunFolder:
             raise RunFolderError(f"'{self.root}' has no checkpoint of step {step}. Steps with one: {there} (`checkpoint.every`).")
         return names[step]
 
-    def _model_folder(self) -> Path:
+    def model_folder(self) -> Path:
         """The model that the run began with: its config and tokenizer are those of every model that the run makes."""
         if self.initial_model.is_dir():
             return self.initial_model

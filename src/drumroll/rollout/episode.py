@@ -10,6 +10,7 @@ that the sample passes through is stamped (see `life`), and whoever keeps it wai
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ class _Draft:
         self.token_version += [-1] * len(ids)
         self.turns.append(Turn("environment", start, len(self.token_ids), text))
 
-    def reply(self, chunk: Chunk, text: str) -> None:
+    def reply(self, chunk: Chunk, text: str, state: str) -> None:
         """The policy's turn, whole or cut short. The sample has left its slot, if it had one, and is back in its worker."""
         if chunk.slot >= 0:
             version = chunk.token_version[0] if chunk.token_version else -1
@@ -139,12 +140,14 @@ class _Draft:
         self.loss_mask += [True] * len(chunk.token_ids)
         self.logp += chunk.logp
         self.token_version += chunk.token_version
-        self.turns.append(Turn("policy", start, len(self.token_ids), text))
+        self.turns.append(Turn("policy", start, len(self.token_ids), text, state=state))
 
     def take(self, step: Step) -> None:
-        """Rewards of steps add up; the latest statement about success stands."""
+        """Rewards of steps add up, and belong to the reply before; the latest statement about success stands."""
         if step.reward is not None:
             self.reward = (self.reward or 0.0) + step.reward
+            if self.turns and self.turns[-1].author == "policy":
+                self.turns[-1] = replace(self.turns[-1], reward=step.reward)
         if step.success is not None:
             self.success = step.success
         self.metrics.update(step.metrics)
@@ -213,14 +216,15 @@ async def _converse(stage: Stage, draft: _Draft) -> StopReason:
     limits, renderer = stage.limits, stage.renderer
     draft.stamp("environment", place=stage.rank)
     env, step = await _ask_env(_start(stage, draft), limits, draft)
-    ids, text = renderer.first(step.prompt, step.messages)
+    ids, text = renderer.first(step.prompt, step.messages, step.tools)
     draft.observe(ids, text)
+    state = _state_name(step, text)
     if len(ids) >= limits.max_tokens:
         raise RolloutError(
             f"the prompt has {len(ids)} tokens, and an episode may have {limits.max_tokens} (`rollout.max_tokens`, `engine.context_tokens`)"
         )
     for turn in range(limits.max_turns):
-        reply, finish = await _generate(stage, draft, turn)
+        reply, finish = await _generate(stage, draft, turn, state)
         if finish == "aborted":
             return "aborted"
         step = await _ask_env(env.step(reply), limits, draft)
@@ -232,7 +236,14 @@ async def _converse(stage: Stage, draft: _Draft) -> StopReason:
             if len(draft.token_ids) + len(ids) >= limits.max_tokens:
                 return "length"  # no room for a reply to it
             draft.observe(ids, text)
+            state = _state_name(step, text)
     return "turns"
+
+
+def _state_name(step: Step, shown: str) -> str:
+    """A short name: what it is made of may be long, and every trajectory carries one for each turn."""
+    name = shown if step.state is None else step.state
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 async def _start(stage: Stage, draft: _Draft) -> tuple[Env, Step]:
@@ -257,7 +268,7 @@ async def _ask_env(call: Awaitable[T], limits: Limits, draft: _Draft) -> T:
     return answer
 
 
-async def _generate(stage: Stage, draft: _Draft, turn: int) -> tuple[str, FinishReason | None]:
+async def _generate(stage: Stage, draft: _Draft, turn: int, state: str) -> tuple[str, FinishReason | None]:
     """One reply: its text, and why it ended. Its tokens are in the draft, also if it was cut short."""
     lease = draft.lease
     room = stage.limits.max_tokens - len(draft.token_ids)
@@ -272,7 +283,7 @@ async def _generate(stage: Stage, draft: _Draft, turn: int) -> tuple[str, Finish
     with draft.waiting_for("engine"):
         chunk = await stage.engines[lease.engine].generate(request, lease.stall_s)
         reply = stage.renderer.reply_text(chunk.token_ids, lease.sampling.stop, draft.token_ids)
-        draft.reply(chunk, reply)
+        draft.reply(chunk, reply, state)
         if chunk.finish == "deadline":
             raise _Late(chunk.error or _overdue(lease))
         if chunk.finish == "error":

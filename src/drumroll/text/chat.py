@@ -9,7 +9,8 @@ only what the template puts between that reply and the next one is added:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from drumroll.errors import ModelError
 from drumroll.text.tokenizer import Tokenizer
@@ -19,9 +20,14 @@ from drumroll.types import Message
 REPLY = "drumroll7reply7stands7here"
 
 
-def messages_to_ids(tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-    """Tokens of a conversation, up to where the next reply begins."""
-    return tokenizer.encode(_render(tokenizer, messages, add_generation_prompt))
+def messages_to_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Tokens of a conversation, up to where the next reply begins. `tools` are schemas of what the model may call."""
+    return tokenizer.encode(_render(tokenizer, messages, add_generation_prompt, tools))
 
 
 def continuation_ids(tokenizer: Tokenizer, messages: Sequence[Message], last_token: int | None = None) -> list[int]:
@@ -33,12 +39,12 @@ def continuation_ids(tokenizer: Tokenizer, messages: Sequence[Message], last_tok
     return ids[1:] if ids and last_token is not None and ids[0] == last_token else ids
 
 
-def chat_demonstration_ids(tokenizer: Tokenizer, messages: Sequence[Message], completion: str) -> tuple[list[int], list[int]]:
-    """Tokens of a conversation, and of the reply to imitate up to the token that ends its turn."""
+def reply_ids(tokenizer: Tokenizer, reply: str) -> list[int]:
+    """Tokens of a reply to imitate, up to the one that ends its turn."""
     after = tokenizer.encode(_after_reply(tokenizer, (), add_generation_prompt=False))
     end = next((index for index, token in enumerate(after) if token in tokenizer.eos_ids), None)
     closing = after[: end + 1] if end is not None else list(tokenizer.eos_ids[:1])
-    return messages_to_ids(tokenizer, messages), tokenizer.encode(completion) + closing
+    return tokenizer.encode(reply) + closing
 
 
 def _after_reply(tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -52,7 +58,9 @@ def _after_reply(tokenizer: Tokenizer, messages: Sequence[Message], add_generati
     return after
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
     if not tokenizer.hf.chat_template:
         raise ModelError(
             f"the tokenizer in '{tokenizer.folder}' has no chat template, so chat messages cannot be shown to this model. "
@@ -61,7 +69,10 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], add_generation_pr
     try:
         return str(
             tokenizer.hf.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         )
     except Exception as error:  # templates raise what they like

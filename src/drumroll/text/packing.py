@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drumroll.types import Batch, Trajectory
+from drumroll.types import Batch, Trajectory, Turns
 
 
 def pack(trajectories: Sequence[Trajectory]) -> Batch:
@@ -25,6 +25,7 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         assert trajectory.reward is not None, f"{trajectory.sample_id} has no verdict ({trajectory.stop_reason}): it must not be packed"
         groups.setdefault(trajectory.group_id, len(groups))
     return _assemble(
+        turns=_turns(ordered),
         sample_ids=[trajectory.sample_id for trajectory in ordered],
         token_ids=[trajectory.token_ids for trajectory in ordered],
         loss_mask=[trajectory.loss_mask for trajectory in ordered],
@@ -39,16 +40,21 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def pack_demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], ids: Sequence[str] | None = None) -> Batch:
-    """(prompt ids, completion ids) → a batch to imitate: the loss is on the completions, in the order given.
+    """(prompt ids, completion ids) → a batch to imitate: the loss is on the completions, in the order given."""
+    return pack_episodes([([*prompt, *done], [False] * len(prompt) + [True] * len(done)) for prompt, done in pairs], ids)
 
-    Every demonstration is a group of its own, with the model's own distribution as its sampling settings.
+
+def pack_episodes(episodes: Sequence[tuple[Sequence[int], Sequence[bool]]], ids: Sequence[str] | None = None) -> Batch:
+    """(token ids, loss mask) → a batch to imitate, in the order given.
+
+    Every episode is a group of its own, with the model's own distribution as its sampling settings.
     """
-    size = len(pairs)
-    num_tokens = sum(len(prompt) + len(completion) for prompt, completion in pairs)
+    size = len(episodes)
+    num_tokens = sum(len(tokens) for tokens, _ in episodes)
     return _assemble(
         sample_ids=ids if ids is not None else [f"demonstration/{number}" for number in range(size)],
-        token_ids=[np.asarray([*prompt, *completion], dtype=np.int32) for prompt, completion in pairs],
-        loss_mask=[np.arange(len(prompt) + len(completion)) >= len(prompt) for prompt, completion in pairs],
+        token_ids=[np.asarray(tokens, dtype=np.int32) for tokens, _ in episodes],
+        loss_mask=[np.asarray(mask, dtype=np.bool_) for _, mask in episodes],
         behaviour_logp=torch.zeros(num_tokens),
         token_version=torch.full((num_tokens,), -1),
         rewards=torch.zeros(size),
@@ -66,12 +72,26 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
     tokens = token_indices(batch, indices)
     per_token = {name: getattr(batch, name) for name in _PER_TOKEN}
+    offsets = pad(batch.offsets.diff()[chosen].cumsum(0), (1, 0))
     return batch.with_fields(
         sample_ids=tuple(batch.sample_ids[index] for index in indices),
-        offsets=pad(batch.offsets.diff()[chosen].cumsum(0), (1, 0)),
+        offsets=offsets,
+        turns=None if batch.turns is None else _select_turns(batch.turns, chosen, batch.offsets, offsets),
         **{name: None if value is None else value[tokens] for name, value in per_token.items()},
         **{name: getattr(batch, name)[chosen] for name in _PER_TRAJECTORY},
     )
+
+
+def _select_turns(turns: Turns, chosen: Tensor, offsets: Tensor, new_offsets: Tensor) -> Turns:
+    """The turns of the chosen trajectories, whose tokens have moved from `offsets` to `new_offsets`."""
+    chosen = chosen.to(turns.trajectory.device)
+    new_place = turns.trajectory.new_full((len(offsets) - 1,), -1)
+    new_place[chosen] = torch.arange(len(chosen))
+    of_turn = new_place[turns.trajectory]
+    order = of_turn.argsort(stable=True)
+    order = order[of_turn[order] >= 0]
+    moved = new_offsets.cpu()[of_turn[order]] - offsets.cpu()[turns.trajectory[order]]
+    return Turns(turns.starts[order] + moved, turns.ends[order] + moved, of_turn[order], turns.rewards[order], turns.state[order])
 
 
 def token_indices(batch: Batch, indices: Sequence[int]) -> Tensor:
@@ -128,7 +148,39 @@ _PER_TOKEN = (
 _PER_TRAJECTORY = ("rewards", "group_index", "temperature", "top_p", "top_k")
 
 
-def _assemble(sample_ids: Sequence[str], token_ids: Sequence[np.ndarray], loss_mask: Sequence[np.ndarray], **fields: Tensor) -> Batch:
+def _turns(trajectories: Sequence[Trajectory]) -> Turns:
+    """The policy's turns of all trajectories. What is left of a reward after its turns' rewards belongs to the last one."""
+    spans: list[tuple[int, int, int]] = []
+    rewards: list[float] = []
+    states: dict[tuple[str, str], int] = {}
+    numbers: list[int] = []
+    offset = 0
+    for number, trajectory in enumerate(trajectories):
+        played = [turn for turn in trajectory.turns if turn.author == "policy"]
+        for turn in played:
+            spans.append((offset + turn.start, offset + turn.end, number))
+            rewards.append(turn.reward)
+            numbers.append(states.setdefault((trajectory.group_id, turn.state), len(states)))
+        if played:
+            rewards[-1] += (trajectory.reward or 0.0) - sum(turn.reward for turn in played)
+        offset += len(trajectory.token_ids)
+    starts, ends, owners = np.array(spans, np.int64).reshape(-1, 3).T
+    return Turns(
+        starts=torch.from_numpy(starts.copy()),
+        ends=torch.from_numpy(ends.copy()),
+        trajectory=torch.from_numpy(owners.copy()),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        state=torch.tensor(numbers, dtype=torch.int64),
+    )
+
+
+def _assemble(
+    sample_ids: Sequence[str],
+    token_ids: Sequence[np.ndarray],
+    loss_mask: Sequence[np.ndarray],
+    turns: Turns | None = None,
+    **fields: Tensor,
+) -> Batch:
     lengths = [len(ids) for ids in token_ids]
     offsets = torch.tensor([0, *np.cumsum(lengths, dtype=np.int64)], dtype=torch.int64)
     position_ids = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())
@@ -140,6 +192,7 @@ def _assemble(sample_ids: Sequence[str], token_ids: Sequence[np.ndarray], loss_m
         offsets=offsets,
         loss_mask=mask & (position_ids > 0),  # nothing predicts a trajectory's first token
         weight=torch.zeros(len(mask)),
+        turns=turns,
         **fields,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from drumroll.text.chat import continuation_ids, messages_to_ids
 from drumroll.text.tokenizer import Tokenizer
@@ -20,10 +21,12 @@ class Renderer:
         self.tokenizer = tokenizer
         self._prompt_ids = lru_cache(CACHED_PROMPTS)(tokenizer.encode_prompt)
 
-    def first(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[list[int], str]:
+    def first(
+        self, prompt: str | None, messages: Sequence[Message] | None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], str]:
         """Tokens and text that open an episode."""
         if messages is not None:
-            ids = messages_to_ids(self.tokenizer, messages)
+            ids = messages_to_ids(self.tokenizer, messages, tools=tools)
             return ids, self.tokenizer.decode(ids)
         if prompt is None:
             raise ValueError("the environment's first step has neither `prompt` nor `messages`")

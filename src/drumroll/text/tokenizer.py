@@ -6,8 +6,10 @@ is all there is to it; other folders are left to transformers' `AutoTokenizer`, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,12 @@ class Tokenizer:
         """Tokens that end a reply, the tokenizer's own first; empty when the folder names none."""
         bos = self.hf.bos_token_id
         self._prefix: list[int] = [bos] if bos is not None and self.hf("")["input_ids"][:1] == [bos] else []
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for tokenizers that give the same tokens: a hash of all tokens and their ids."""
+        vocabulary = sorted(self.hf.get_vocab().items(), key=lambda entry: entry[1])
+        return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Tokens of text that follows other text; special tokens that are spelled out in it are recognised."""

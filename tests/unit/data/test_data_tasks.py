@@ -7,10 +7,12 @@ import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest
+from pydantic import ValidationError
 
 from drumroll.config.models import ANY, SourceConfig
 from drumroll.data.tasks import Needs, load_demonstrations, load_tasks
 from drumroll.errors import DataError
+from drumroll.types import Exchange
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(5)]
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -212,9 +214,58 @@ def test_each_domain_has_needs_of_its_own(tmp_path):
 def test_demonstrations(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a=", "reply": "b"}, {"prompt": CHAT, "reply": "4"}])
     plain, chat = load_demonstrations(SourceConfig(path=str(path)), "reply")
-    assert (plain.prompt, plain.messages, plain.completion) == ("a=", None, "b")
-    assert (chat.prompt, chat.messages, chat.completion) == (None, tuple(CHAT), "4")
+    assert plain.exchanges == (Exchange("a=", None, "b"),)
+    assert chat.exchanges == (Exchange(None, tuple(CHAT), "4"),)
     with pytest.raises(DataError, match="no column 'completion'"):
         load_demonstrations(SourceConfig(path=str(path)))
     with pytest.raises(DataError, match=r"column 'reply' holds ''; the text of a reply"):
         load_demonstrations(SourceConfig(path=str(write_jsonl(path, [{"prompt": "a", "reply": ""}]))), "reply")
+
+
+def test_demonstrations_of_several_turns(tmp_path):
+    user, more = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "And 3+3?"}
+    four, six = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "6"}
+    rows = [
+        {"turns": [{"prompt": "2+2="}, {"reply": "5", "imitate": False}, {"prompt": "No. "}, {"reply": "4"}]},
+        {"messages": [user, four, more, six]},
+        {"turns": [{"messages": [user]}, {"reply": "4"}], "token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "tokenizer": "abc"},
+    ]
+    played, said, exported = load_demonstrations(SourceConfig(path=str(write_jsonl(tmp_path / "d.jsonl", rows))))
+    assert played.exchanges == (Exchange("2+2=", None, "5", is_imitated=False), Exchange("No. ", None, "4"))
+    assert said.exchanges == (Exchange(None, (user,), "4"), Exchange(None, (more,), "6"))
+    assert (exported.tokens, exported.tokenizer) == (((1, 2, 3), (False, True, True)), "abc")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"turns": []}, "column 'turns' holds"),
+        ({"turns": [{"prompt": "a"}]}, "in turns were expected"),
+        ({"turns": [{"reply": "a"}, {"prompt": "b"}]}, r"entry 0 is .*`prompt` \(text\) or `messages`"),
+        ({"turns": [{"prompt": "a"}, {"prompt": "b"}]}, "entry 1 is .*a `reply` was expected"),
+        ({"turns": [{"prompt": "a"}, {"reply": 3}]}, "a `reply` was expected"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "nothing to imitate"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "one at the beginning"),
+    ],
+)
+def test_what_is_no_episode_is_named(tmp_path, row, message):
+    with pytest.raises(DataError, match=f"line 1: .*{message}"):
+        load_demonstrations(SourceConfig(path=str(write_jsonl(tmp_path / "d.jsonl", [row]))))
+
+
+def test_seeds_are_tasks_for_environments_that_make_their_own():
+    tasks = load_tasks(SourceConfig(seeds="7-9", domain="lake"), split_label="heldout", needs={ANY: Needs(("seed",), prompt=False)})
+    assert [(task.id, task.data["seed"], task.prompt, task.domain) for task in tasks] == [
+        (f"heldout-{seed}", seed, None, "lake") for seed in (7, 8, 9)
+    ]
+    assert len(load_tasks(SourceConfig(seeds="0-999", limit=5), split_label="train", needs={ANY: Needs(prompt=False)})) == 5
+    with pytest.raises(DataError, match="seed 7: there is no column 'prompt'"):
+        load_tasks(SourceConfig(seeds="7-9"), split_label="train")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"path": "a.jsonl", "seeds": "0-1"}, {"seeds": "9-7"}, {"seeds": "7"}, {"seeds": "a-b"}, {"seeds": ""}]
+)
+def test_a_source_is_a_path_or_seeds(options):
+    with pytest.raises(ValidationError, match="`seeds`"):
+        SourceConfig(**options)

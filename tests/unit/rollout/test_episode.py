@@ -38,7 +38,7 @@ class Characters:
     def __init__(self) -> None:
         self.encoded: list[str] = []
 
-    def first(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[list[int], str]:
+    def first(self, prompt: str | None, messages: Sequence[Message] | None, tools: Any = None) -> tuple[list[int], str]:
         assert prompt is not None
         self.encoded.append(prompt)
         return [ord(character) for character in prompt], prompt
@@ -381,7 +381,7 @@ class TestFailures:
         assert states(done) == ["environment"]
 
     def test_a_fault_of_the_workers_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Characters, "first", lambda self, prompt, messages: 1 / 0)
+        monkeypatch.setattr(Characters, "first", lambda self, *shown: 1 / 0)
         self.failed(run(single_turn(), Script()), "", "ZeroDivisionError")
 
     def test_an_engine_that_raises(self) -> None:

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from drumroll.errors import ModelError
-from drumroll.text.chat import chat_demonstration_ids, continuation_ids, messages_to_ids
+from drumroll.text.chat import continuation_ids, messages_to_ids, reply_ids
 from drumroll.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -83,9 +83,7 @@ def test_the_prompt_is_rendered_without_a_second_bos(make):
 @pytest.mark.parametrize(("template", "eos"), [(CHATML, "<|im_end|>"), (HEADERS, "<|eot_id|>")])
 def test_a_demonstration_ends_where_the_template_ends_the_turn(make, template, eos):
     tokenizer = make(template, eos)
-    prompt, completion = chat_demonstration_ids(tokenizer, [USER], "Four!")
-    assert prompt == messages_to_ids(tokenizer, [USER])
-    assert shown(tokenizer, completion) == "Four!" + eos
+    assert shown(tokenizer, reply_ids(tokenizer, "Four!")) == "Four!" + eos
 
 
 def test_no_template_says_what_to_do(make):
