@@ -98,7 +98,24 @@ def _schema_of(function: Callable[..., Any], name: str, base: type[V]) -> type[V
 
 # Built-in names and the modules that register them; `drumroll list` reads this table.
 BUILT_IN: dict[str, dict[str, str]] = {
-    "env": {"single_turn": "drumroll.envs.single_turn"},
+    "env": {
+        "single_turn": "drumroll.envs.single_turn",
+        "frozen_lake": "drumroll.envs.frozen_lake",
+        "sokoban": "drumroll.envs.sokoban",
+        "webshop": "drumroll.envs.webshop",
+        "tools": "drumroll.envs.tools",
+        "gymnasium": "drumroll.envs.adapters.gymnasium",
+        "reasoning_gym": "drumroll.envs.adapters.reasoning_gym",
+        "verifiers": "drumroll.envs.adapters.verifiers",
+        "gem": "drumroll.envs.adapters.gem",
+        "agent": "drumroll.agents.process",
+    },
+    "tool": {
+        "calculator": "drumroll.envs.tools.calculator",
+        "python": "drumroll.envs.tools.python",
+        "search": "drumroll.envs.tools.search",
+        "mcp": "drumroll.envs.tools.mcp",
+    },
     "reward": {
         "exact_match": "drumroll.rewards.exact_match",
         "contains_word": "drumroll.rewards.contains_word",
@@ -252,6 +269,7 @@ class register:  # noqa: N801 - reads as a verb: @register.reward("name")
     """The decorators."""
 
     env = partial(REGISTRY.add, "env")
+    tool = partial(REGISTRY.add, "tool")
     reward = partial(REGISTRY.add, "reward")
     advantage = partial(REGISTRY.add, "advantage")
     loss = partial(REGISTRY.add, "loss")

@@ -164,6 +164,9 @@ class Trajectory(Parcel):
     attempt: int = 0
     """Leases of the sample before this one."""
     fault: Fault = ""
+    branches: tuple[Trajectory, ...] = ()
+    """Of an agent that rewrote its history or ran several conversations: the others, with the same verdict. Each sampled token is in
+    the loss mask of one of them."""
 
     @property
     def last_reply(self) -> str:

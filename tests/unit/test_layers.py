@@ -9,9 +9,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "drumroll"
 
 LAYERS = {
     "life": 0, "types": 0, "errors": 0, "registry": 0,
-    "config": 1, "hub": 1, "luggage": 1, "sandbox": 1,
-    "algo": 2, "envs": 2, "rewards": 2, "text": 2, "plan": 2, "data": 2, "models": 2,
-    "backends": 3,
+    "config": 1, "hub": 1, "luggage": 1, "child": 1, "sandbox": 1, "text": 1,
+    "algo": 2, "rewards": 2, "plan": 2, "data": 2, "models": 2,
+    "backends": 3, "envs": 3,
     "cluster": 4,
     "rollout": 5, "record": 5, "agents": 5,
     "workers": 6, "bench": 6,

@@ -54,7 +54,7 @@ def _rows(model: type[BaseModel], prefix: str, skip: tuple[str, ...] = ()) -> It
         inner = f"{key}.<n>." if get_origin(info.annotation) is tuple else f"{key}.<name>." if many else f"{key}."
         if family is None:
             yield from _rows(section, inner)
-        elif _homes()[family] == key:
+        elif _homes().get(family, key) == key:
             yield from _variant_rows(family, section, inner)
         else:
             yield f"| `{inner}…` |  |  | As under `{_homes()[family]}`. |"

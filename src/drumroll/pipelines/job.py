@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from drumroll.agents.process import Agent
 from drumroll.algo.algorithm import build_algorithm
 from drumroll.config.models import (
     ANY,
@@ -140,7 +141,7 @@ def _load(
 
 def _needs(domain: Domain) -> Needs:
     env = REGISTRY.lookup("env", domain.env.kind).target
-    if not (isinstance(env, type) and issubclass(env, Env)):
+    if not (isinstance(env, type) and issubclass(env, Env | Agent)):
         raise ConfigError(
             f"`env.kind`: '{domain.env.kind}' is not an environment: a class that extends drumroll.envs.base.Env was expected."
         )

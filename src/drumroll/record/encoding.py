@@ -38,7 +38,8 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     task = {name: getattr(trajectory.task, name) for name in _TASK}
     turns = [[turn.author, turn.start, turn.end, turn.text, turn.reward, turn.state] for turn in trajectory.turns]  # faster than tuples
     sampling = {name: getattr(trajectory.sampling, name) for name in _SAMPLING}
-    return _pack({"format": FORMAT, **values, "task": task, "turns": turns, "sampling": sampling})
+    branches = [encode_trajectory(branch) for branch in trajectory.branches]
+    return _pack({"format": FORMAT, **values, "task": task, "turns": turns, "sampling": sampling, "branches": branches})
 
 
 def decode_trajectory(payload: bytes) -> Trajectory:
@@ -52,6 +53,7 @@ def decode_trajectory(payload: bytes) -> Trajectory:
     values["task"] = Task(**values["task"])
     values["turns"] = tuple(Turn(*turn) for turn in values["turns"])
     values["sampling"] = Sampling(**values["sampling"])
+    values["branches"] = tuple(decode_trajectory(branch) for branch in values.get("branches", ()))
     return Trajectory(**{name: values[name] for name in _STORED if name in values})
 
 

@@ -60,5 +60,5 @@ def scenes(trajectory: Trajectory) -> Iterator[RenderableType]:
         number += 1
         title = Text.assemble(f"turn {number}   reward ", reward_text(turn.reward))
         yield Panel(Text(printable(turn.text) or "(nothing)", style="green"), title=title, title_align="left", expand=False)
-    end = [f"ended by {trajectory.stop_reason}   reward ", reward_text(trajectory.reward), "   success ", success_text(trajectory.success)]
-    yield Text.assemble(*end, "\n")
+    success = success_text(trajectory.success)
+    yield Text.assemble(f"ended by {trajectory.stop_reason}   reward ", reward_text(trajectory.reward), "   success ", success, "\n")

@@ -35,8 +35,12 @@ T = TypeVar("T")
 CLOSE_S = 30.0
 """How long an environment may take to close."""
 
-GRACE_S = 5.0
+GRACE_S = 8.0
 """How long an episode may take to end once it is cut short; what does not end by then is left behind."""
+
+
+CUT_SHORT: tuple[StopReason, ...] = ("aborted", "deadline", "failed")
+"""Ends without a verdict."""
 
 
 class Engine(Protocol):
@@ -55,12 +59,28 @@ class Limits:
     """For each start and step of the environment."""
 
 
+class AgentResult(Protocol):
+    """What an agent's episode comes to (see `agents`)."""
+
+    @property
+    def trajectory(self) -> Trajectory: ...
+
+    @property
+    def branches(self) -> tuple[Trajectory, ...]: ...
+
+    def judged(self, trajectory: Trajectory) -> AgentResult:
+        """The same with this verdict for all branches."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What all episodes of one domain have in common."""
 
     make_env: Callable[[], Env]
     rewards: RewardSet
+    agent: Callable[[Lease, Engine], Awaitable[AgentResult]] | None = None
+    """Plays the whole episode by itself, in place of an environment that is asked for its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +221,9 @@ async def run_episode(lease: Lease, stage: Stage, unwanted: asyncio.Future[None]
 
 async def _play(stage: Stage, draft: _Draft) -> Trajectory:
     """The conversation, then the verdict on it."""
+    agent = stage.setting(draft.lease.task).agent
+    if agent is not None:
+        return await _play_agent(agent, stage, draft)
     error = ""
     stop: StopReason
     try:
@@ -209,6 +232,16 @@ async def _play(stage: Stage, draft: _Draft) -> Trajectory:
         stop, error = "policy_fault", fault.reason
         draft.reward = (draft.reward or 0.0) + fault.reward
     return draft.without_verdict(stop) if stop == "aborted" else await _score(draft.trajectory(stop, error), stage, draft)
+
+
+async def _play_agent(agent: Callable[[Lease, Engine], Awaitable[AgentResult]], stage: Stage, draft: _Draft) -> Trajectory:
+    """An agent asks the policy what it likes; then its episode is judged like any other."""
+    result = await agent(draft.lease, stage.engines[draft.lease.engine])
+    draft.life, draft.now = result.trajectory.life, time.time()
+    if result.trajectory.stop_reason in CUT_SHORT:
+        return result.trajectory
+    scored = await _score(result.trajectory, stage, draft)
+    return replace(scored, branches=result.judged(scored).branches)
 
 
 async def _converse(stage: Stage, draft: _Draft) -> StopReason:
@@ -328,7 +361,7 @@ def _outcome(play: asyncio.Task[Trajectory], draft: _Draft) -> Trajectory:
         return draft.without_verdict("deadline", str(late), draft.waits_for)
     except (Exception, asyncio.CancelledError) as failure:
         return draft.without_verdict("failed", _reason(failure, draft), draft.waits_for)
-    if trajectory.stop_reason != "aborted":
+    if trajectory.stop_reason not in CUT_SHORT:
         draft.stamp("done")
     return trajectory
 

@@ -44,6 +44,8 @@ class Assembler:
         self._batch: Batch | None = None
         self._witnesses: list[tuple[int, float]] = []
         """Group and reward of trajectories that are compared with the batch's and not in it."""
+        self._owners: dict[str, str] = {}
+        """Branch of an agent's episode → its main branch."""
         self._ages: dict[str, float] = {}
 
     def pack(
@@ -63,8 +65,11 @@ class Assembler:
         chosen = [t for t in _attempts(accepted, blocks) if t.trainable]
         young = [_without_older(t, version - max_staleness) for t in chosen]
         fresh = sorted((t for t in young if t.trainable), key=lambda t: t.sample_id)
-        self._batch = pack(fresh)
-        groups = {t.group_id: number for t, number in zip(fresh, self._batch.group_index.tolist(), strict=True)}
+        branches = [(t.sample_id, _without_older(branch, version - max_staleness)) for t in fresh for branch in t.branches]
+        self._owners = {branch.sample_id: owner for owner, branch in branches if branch.trainable}
+        self._batch = pack([*fresh, *(branch for _, branch in branches if branch.trainable)])
+        numbers = dict(zip(self._batch.sample_ids, self._batch.group_index.tolist(), strict=True))
+        groups = {t.group_id: numbers[t.sample_id] for t in fresh}
         self._witnesses = [(groups[name], reward) for name, rewards in (witnesses or {}).items() if name in groups for reward in rewards]
         num_tokens, num_young = (sum(t.num_new_tokens for t in part) for part in (chosen, young))
         masked = (num_tokens - num_young) / max(1, num_tokens)
@@ -82,10 +87,27 @@ class Assembler:
             batch = batch.with_fields(ref_logp=self._whole(ref_logp))
         if old_logp is not None:
             batch = batch.with_fields(old_logp=self._whole(old_logp))
-        batch = batch.with_fields(advantages=self._algorithm.advantage(_with_witnesses(batch, self._witnesses)))
+        batch = batch.with_fields(advantages=self._advantages(batch))
         updates = self._updates(batch, step)
         self._batch = None
         return self._report(batch), *([update[rank] for update in updates] for rank in range(self._num_shards))
+
+    def _advantages(self, batch: Batch) -> Tensor:
+        """[T]. A branch of an agent's episode has the mean of its main branch's: an episode is compared with others once."""
+        mains = [number for number, sample_id in enumerate(batch.sample_ids) if sample_id not in self._owners]
+        own = self._algorithm.advantage(_with_witnesses(select(batch, mains), self._witnesses))
+        if not self._owners:
+            return own
+        whole = torch.zeros(batch.num_tokens)
+        whole[token_indices(batch, mains)] = own
+        place = {sample_id: number for number, sample_id in enumerate(batch.sample_ids)}
+        bounds = batch.offsets.tolist()
+        for branch, owner in self._owners.items():
+            first, end = bounds[place[owner]], bounds[place[owner] + 1]
+            of_owner = whole[first:end][batch.loss_mask[first:end]]
+            tokens = slice(bounds[place[branch]], bounds[place[branch] + 1])
+            whole[tokens] = of_owner.mean() * batch.loss_mask[tokens]
+        return whole
 
     def imitation(self, first: int, count: int) -> list[list[Batch]]:
         """Each rank's shard of `count` updates on demonstrations."""

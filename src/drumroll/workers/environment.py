@@ -8,15 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from drumroll.agents.endpoint import Endpoint
+from drumroll.agents.process import Agent
+from drumroll.agents.sessions import SessionResult
 from drumroll.cluster.cluster import Handle
 from drumroll.config.models import EnvConfig, RewardConfig
+from drumroll.envs.blocking import end_processes
 from drumroll.registry import REGISTRY
 from drumroll.rewards.compose import RewardSet
 from drumroll.rewards.place import Place
 from drumroll.rollout.engine_client import EngineClient
-from drumroll.rollout.episode import Limits, Setting, Stage, run_episode
+from drumroll.rollout.episode import Engine, Limits, Setting, Stage, run_episode
 from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.reward_client import RewardClient
 from drumroll.text.renderer import Renderer
@@ -54,6 +58,7 @@ class EnvironmentWorker:
             renderer=Renderer(Tokenizer(Path(model_folder), trust_remote_code=trust_remote_code)),
             limits=Limits(max_turns, max_tokens, env_deadline_s),
         )
+        self._endpoint = Endpoint(self._stage.renderer.tokenizer)
         self._client_id = f"environment-{rank.rank}"
         self._running: set[asyncio.Task[None]] = set()
         self._unwanted: dict[tuple[str, int], asyncio.Future[None]] = {}
@@ -66,6 +71,8 @@ class EnvironmentWorker:
         pool = RewardClient(reward_workers) if reward_workers else None
         settings = {name: self._setting(name, sections, pool) for name, sections in self._domains.items()}
         clients = [EngineClient(handle.call, self._client_id) for handle in engines]
+        if any(setting.agent is not None for setting in settings.values()):
+            await self._endpoint.start()
         self._stage = replace(self._stage, settings=settings, engines=clients)
         for setting in settings.values():
             await setting.rewards.start(self._place)
@@ -108,10 +115,29 @@ class EnvironmentWorker:
         rewards = [
             REGISTRY.lookup("reward", section["kind"]).schema(RewardConfig).model_validate(section) for section in sections["rewards"]
         ]
-        return Setting(
-            make_env=partial(env.target, env.schema(EnvConfig).model_validate(sections["env"])),
-            rewards=RewardSet(rewards, self._reward_deadline_s, domain=name, pool=pool),
+        config = env.schema(EnvConfig).model_validate(sections["env"])
+        judges = RewardSet(rewards, self._reward_deadline_s, domain=name, pool=pool)
+        if issubclass(cast(type, env.target), Agent):
+            return Setting(partial(env.target, config), judges, partial(self._run_agent, config, bool(rewards)))
+        return Setting(partial(env.target, config), judges)
+
+    async def _run_agent(self, config: EnvConfig, is_judged: bool, lease: Lease, engine: Engine) -> SessionResult:
+        limits = self._stage.limits
+        agent = Agent(cast(Agent.Config, config))
+        return await agent.run(
+            lease,
+            self._endpoint,
+            engine,
+            max_calls=limits.max_turns,
+            max_tokens=limits.max_tokens,
+            is_judged=is_judged,
+            rank=self._stage.rank,
         )
+
+    async def close(self) -> None:
+        """End what runs beside this process."""
+        await self._endpoint.close()
+        await end_processes()
 
     async def _run(self, lease: Lease, unwanted: asyncio.Future[None]) -> None:
         result = await run_episode(lease, self._stage, unwanted)

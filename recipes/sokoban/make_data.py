@@ -1,0 +1,38 @@
+"""Writes the levels (as seeds) and the demonstrations of recipes/sokoban.yaml: python recipes/sokoban/make_data.py
+
+No level of heldout.jsonl occurs in train.jsonl. The expert of the demonstrations makes a detour in a share of its moves.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from drumroll.envs.experts import expert_episode
+from drumroll.envs.sokoban.generator import Design, generate
+
+HERE = Path(__file__).parent
+ENV = {"chat": False, "rules": False, "tag": None, "moves": ["U", "D", "L", "R"], "max_moves": 20}
+DESIGN = Design(6, 6, 1, 0.15, 30, 2)
+NUM_TRAIN, NUM_HELDOUT, NUM_DEMONSTRATIONS, DETOUR = 8000, 256, 200, 0.15
+
+
+def main() -> None:
+    heldout = {generate(seed, DESIGN): seed for seed in range(1_000_000, 1_000_400)}
+    held = dict(list(heldout.items())[:NUM_HELDOUT])
+    train = [seed for seed in range(NUM_TRAIN + 500) if generate(seed, DESIGN) not in held][:NUM_TRAIN]
+    write("heldout.jsonl", [{"seed": seed} for seed in held.values()])
+    write("train.jsonl", [{"seed": seed} for seed in train])
+    episodes = [expert_episode("sokoban", ENV, seed, detour=DETOUR, max_turns=20) for seed in train[:NUM_DEMONSTRATIONS]]
+    write(
+        "demonstrations.jsonl",
+        [{"turns": [part for shown, reply in one.texts for part in ({"prompt": shown}, {"reply": reply})]} for one in episodes if one],
+    )
+
+
+def write(name: str, rows: list[dict]) -> None:
+    (HERE / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
