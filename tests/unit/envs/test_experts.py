@@ -54,6 +54,17 @@ def test_detours_are_a_share_of_the_moves_and_drawn_from_the_seed():
     assert 1.2 * least < more < 2 * least  # a wasted move, and often one more to make up for it
 
 
+def test_a_detour_is_never_as_good_as_the_experts_move():
+    options = {"size": 5, "hole_ratio": 0.0, "chat": False, "rules": False, "anywhere": True}
+    for seed in range(10):
+        episode = expert_episode("frozen_lake", options, seed, detour=1.0, max_turns=8)
+        boards = [step.state.replace("\n", "") for step, _ in episode.turns]
+        places = [(divmod(board.index("P"), 5), divmod(board.index("G"), 5)) for board in boards]
+        distances = [abs(row - goal_row) + abs(column - goal_column) for (row, column), (goal_row, goal_column) in places]
+        assert distances == sorted(distances)
+        assert not episode.success
+
+
 def test_without_a_detour_the_way_is_the_shortest():
     for seed in range(20):
         assert expert_episode("frozen_lake", {"size": 8, "hole_ratio": 0.0}, seed).last.metrics["moves"] == 14
