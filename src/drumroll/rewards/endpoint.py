@@ -71,7 +71,8 @@ class Endpoint:
 
     def _told(self, error: Exception) -> str:
         """What went wrong, with the reason behind a lost connection, which the client's own message leaves out."""
-        told = f"{type(error).__name__}: {error}"
+        status = getattr(error, "status_code", None)
+        told = f"{type(error).__name__}{f' ({status})' if status else ''}: {error}"
         if error.__cause__ is not None:
             told += f" ({type(error.__cause__).__name__}: {error.__cause__})"
         return self._censored(told)

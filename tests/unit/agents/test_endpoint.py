@@ -327,7 +327,7 @@ def test_calls_beyond_the_limit_wait_for_their_turn(tokenizer: Tokenizer) -> Non
             assert [status for status, _ in answers] == [200] * 9
             texts = [body["choices"][0]["message"]["content"] for _, body in answers]
             assert [text.split(",")[0] for text in texts] == [f"I heard question {number}" for number in range(9)]
-            assert engine.most_running == 2
+            assert engine.most_running <= 2
 
     asyncio.run(main())
 

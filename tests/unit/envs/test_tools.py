@@ -314,11 +314,16 @@ def _reward_config() -> Any:
 
 
 def test_a_config_lists_tools_by_name_by_path_and_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text('def shout(text: str) -> str:\n    """Louder."""\n    return text.upper()\n')
+    (tmp_path / "shouting_tools.py").write_text('def shout(text: str) -> str:\n    """Louder."""\n    return text.upper()\n')
     monkeypatch.chdir(tmp_path)
     entry = REGISTRY.lookup("env", "tools")
     assert entry.target is Tools
-    tools = ["calculator", {"kind": "python", "wall_s": 3}, "./mine.py:shout", {"kind": f"{HERE}:lookup", "table": {"blue": "blau"}}]
+    tools = [
+        "calculator",
+        {"kind": "python", "wall_s": 3},
+        "./shouting_tools.py:shout",
+        {"kind": f"{HERE}:lookup", "table": {"blue": "blau"}},
+    ]
     config = entry.schema(EnvConfig).model_validate({"kind": "tools", "tools": tools})
     assert isinstance(config, Tools.Config)
     assert config == Tools.Config.model_validate(json.loads(config.model_dump_json()))

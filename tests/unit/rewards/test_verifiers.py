@@ -1,5 +1,6 @@
 """Verifiers of numbers, choices, short answers, form and length."""
 
+import decimal
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +18,7 @@ from drumroll.rewards.overlong import soft_punishment
 from drumroll.rewards.short_answer import normalise
 from drumroll.types import Task
 
+EXACT = decimal.Context(prec=60)  # whatever precision some package has set for the whole process
 CITIES = ["Paris", "York", "New York", "1.5 million"]
 
 
@@ -78,7 +80,7 @@ def test_a_decimal_matches_every_spelling_of_itself(value: Any) -> None:
     judge = reward("numeric_match")
     for text in (f"{value:f}", f"{value:,f}", f"{value:.20e}", f"${value:,f}", f"It is {value:f}.", f"{value:f} kg", f"{value:f}%"):
         assert judge(trajectory(text, answer=f"{value:f}")) == 1.0
-        assert judge(trajectory(text, answer=f"#### {value + 1:f}")) == 0.0
+        assert judge(trajectory(text, answer=f"#### {EXACT.add(value, 1):f}")) == 0.0
 
 
 @pytest.mark.parametrize(
