@@ -29,10 +29,7 @@ def main() -> None:
     write("heldout.jsonl", [{"seed": seed} for seed in heldout])
     write("train.jsonl", [{"seed": seed} for seed in train])
     episodes = [expert_episode("frozen_lake", ENV, seed, detour=DETOUR, max_turns=10) for seed in train[:NUM_DEMONSTRATIONS]]
-    write(
-        "demonstrations.jsonl",
-        [{"turns": [part for shown, reply in one.texts for part in ({"prompt": shown}, {"reply": reply})]} for one in episodes if one],
-    )
+    write("demonstrations.jsonl", [episode.row for episode in episodes if episode])
 
 
 def write(name: str, rows: list[dict]) -> None:

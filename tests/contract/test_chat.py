@@ -14,10 +14,11 @@ import pytest
 import torch
 from engine_driver import ARCHITECTURES, EOS, reference
 
-from drumroll.backends.infer.chat import ChatEngine, Defuser, open_chat, resolve_dtype
+from drumroll.backends.infer.chat import ChatEngine, Defuser, open_chat
 from drumroll.backends.infer.native import Native
 from drumroll.config.models import ScratchConfig
 from drumroll.errors import ModelError, WorkerError
+from drumroll.models.prepare import resolve_dtype
 from drumroll.models.scratch import make_scratch
 from drumroll.rewards.place import ChatModel
 from drumroll.text.tokenizer import Tokenizer

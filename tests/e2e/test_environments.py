@@ -30,8 +30,7 @@ def episodes(kind: str) -> list[Any]:
 
 def test_four_environments_in_one_run(tmp_path: Path) -> None:
     played = [episode for kind in ("frozen_lake", "sokoban", "webshop") for episode in episodes(kind)]
-    rows = [{"turns": [part for shown, reply in one.texts for part in ({"prompt": shown}, {"reply": reply})]} for one in played if one]
-    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(episode.row) + "\n" for episode in played if episode))
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+7=", "answer": str(n + 7)}) + "\n" for n in range(8)))
     config = {
         "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from drumroll.backends.infer.chat import Defuser, resolve_dtype
+from drumroll.backends.infer.chat import Defuser
 from drumroll.errors import ModelError, WorkerError
 from drumroll.hub import resolve_folder
 from drumroll.models.folder import check_classifier_folder
+from drumroll.models.prepare import resolve_dtype
 from drumroll.rewards.place import ScoreModel
 from drumroll.text.chat import messages_to_ids
 from drumroll.text.tokenizer import Tokenizer

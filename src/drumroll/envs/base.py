@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from drumroll.config.models import EnvConfig
+from drumroll.errors import DataError
 from drumroll.types import Message, Task
 
 
@@ -71,3 +72,14 @@ class Env(ABC):
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Give back what the episode held. Called exactly once, however it ended."""
+
+
+def seed_of(task: Task) -> int:
+    """The task's seed, which alone decides what is random in the episode."""
+    seed = task.data.get("seed")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise DataError(
+            f"task '{task.id}' has the seed {seed!r}; a whole number from 0 was expected. "
+            f"Give the tasks as `seeds: 0-999`, or a column `seed` in the rows."
+        )
+    return seed

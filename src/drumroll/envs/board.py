@@ -54,8 +54,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from drumroll.config.models import NonNegativeFloat
 from drumroll.envs.actions import ActionConfig, explain_form, read_actions, write_actions
-from drumroll.envs.base import Env, Step
-from drumroll.errors import DataError
+from drumroll.envs.base import Env, Step, seed_of
 from drumroll.registry import nearest
 from drumroll.types import Task
 
@@ -273,17 +272,6 @@ def check_unused(config: BoardConfig, options: Sequence[str], because_of: str) -
     for name in options:
         if getattr(config, name) != type(config).model_fields[name].default:
             raise ValueError(f"`{name}` has no effect beside `{because_of}`: leave one of them out.")
-
-
-def seed_of(task: Task) -> int:
-    """The number that a task's game is made from."""
-    seed = task.data.get("seed")
-    if not isinstance(seed, int):
-        raise DataError(
-            f"task '{task.id}' has the seed {seed!r}; its environment makes games from whole numbers. "
-            f"Give its tasks as `seeds: 0-999` in place of a path, or in a column `seed`."
-        )
-    return seed
 
 
 def _way_to(position: P, came: Mapping[P, tuple[P, Direction] | None]) -> list[Direction]:

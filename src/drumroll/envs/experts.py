@@ -43,6 +43,15 @@ class ExpertEpisode:
         return [(step.prompt or "", reply) for step, reply in self.turns]
 
     @property
+    def row(self) -> dict[str, Any]:
+        """As supervised fine-tuning reads it: what was shown and the replies, in turns."""
+        turns: list[dict[str, Any]] = []
+        for step, reply in self.turns:
+            shown = {"prompt": step.prompt} if step.messages is None else {"messages": list(step.messages)}
+            turns += [shown, {"reply": reply}]
+        return {"turns": turns}
+
+    @property
     def messages(self) -> list[Message]:
         """Of a chat: the whole conversation, with the expert as the assistant."""
         return [message for step, reply in self.turns for message in (*(step.messages or ()), {"role": "assistant", "content": reply})]

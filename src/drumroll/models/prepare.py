@@ -39,3 +39,10 @@ def _existing(cfg: ModelConfig) -> Path:
     folder = resolve_folder(cfg.path, cfg.revision, "model", ModelError)
     check_folder(folder, trust_remote_code=cfg.trust_remote_code)
     return folder
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` is bfloat16 on GPUs and float32 on CPUs."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device.startswith("cuda") else "float32"

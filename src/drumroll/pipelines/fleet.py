@@ -26,7 +26,7 @@ from drumroll.cluster.weights import SyncReport, WeightSync
 from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig
 from drumroll.errors import DrumrollError
 from drumroll.life import Departure, Span
-from drumroll.models.prepare import prepare_model
+from drumroll.models.prepare import prepare_model, resolve_dtype
 from drumroll.pipelines.job import RlJob, SftJob
 from drumroll.plan import Placement, Plan, make_plan
 from drumroll.plan.placement import Helper
@@ -407,9 +407,8 @@ class Fleet:
 
     def _model(self, role: Role, folder: Path) -> dict[str, Any]:
         """Which model a backend loads, and what it computes in."""
-        dtype: str = self._cfg.model.dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if self._plan.workers(role)[0].kind == "gpu" else "float32"
+        device = {"gpu": "cuda", "cpu": "cpu"}[self._plan.workers(role)[0].kind]
+        dtype = resolve_dtype(self._cfg.model.dtype, device)
         return {"model_folder": str(folder), "dtype": dtype, "trust_remote_code": self._cfg.model.trust_remote_code}
 
     def _max_tokens(self, cfg: RlConfig) -> int:

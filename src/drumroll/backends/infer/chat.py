@@ -22,6 +22,7 @@ from drumroll.backends.infer.base import Bucket, InferBackend
 from drumroll.errors import ModelError, WorkerError
 from drumroll.hub import resolve_folder
 from drumroll.models.folder import check_folder
+from drumroll.models.prepare import resolve_dtype
 from drumroll.registry import REGISTRY
 from drumroll.rewards.place import ChatModel
 from drumroll.text.chat import messages_to_ids
@@ -48,13 +49,6 @@ async def open_chat(model: ChatModel, *, device: str) -> ChatEngine:
     await backend.resume()
     context: int = model.engine.context_tokens or source.config.get_text_config().max_position_embeddings
     return ChatEngine(backend, tokenizer, context_tokens=context)
-
-
-def resolve_dtype(dtype: str, device: str) -> str:
-    """`auto` is bfloat16 on GPUs and float32 on CPUs."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 @dataclass(slots=True)

@@ -5,19 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from drumroll.envs.base import Step
-from drumroll.errors import DataError
-from drumroll.types import Task
-
-
-def seed_of(task: Task) -> int:
-    """The task's seed, which alone decides what is random in the episode."""
-    seed = task.data.get("seed")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise DataError(
-            f"task '{task.id}' has the seed {seed!r}; a whole number from 0 was expected. "
-            f"Give the tasks as `seeds: 0-999`, or a column `seed` in the rows."
-        )
-    return seed
 
 
 def show(

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from drumroll.envs.adapters import seed_of, show
-from drumroll.envs.base import Step
+from drumroll.envs.adapters import show
+from drumroll.envs.base import Step, seed_of
 from drumroll.envs.blocking import BlockingConfig, BlockingEnv
 from drumroll.errors import PluginError
 from drumroll.registry import nearest, register, require

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator
 
 from drumroll.envs.actions import ActionConfig, read_actions
-from drumroll.envs.adapters import seed_of, show
-from drumroll.envs.base import Step
+from drumroll.envs.adapters import show
+from drumroll.envs.base import Step, seed_of
 from drumroll.envs.blocking import BlockingConfig, BlockingEnv
 from drumroll.errors import PluginError
 from drumroll.registry import import_plugin, nearest, register, require

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from drumroll.envs.adapters import seed_of, show
-from drumroll.envs.base import Step
+from drumroll.envs.adapters import show
+from drumroll.envs.base import Step, seed_of
 from drumroll.envs.blocking import BlockingConfig, BlockingEnv
 from drumroll.errors import PluginError
 from drumroll.registry import nearest, register, require

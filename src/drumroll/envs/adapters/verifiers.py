@@ -28,8 +28,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from drumroll.config.models import EnvConfig
-from drumroll.envs.adapters import seed_of
-from drumroll.envs.base import Env, Step
+from drumroll.envs.base import Env, Step, seed_of
 from drumroll.errors import DataError, PluginError, RolloutError
 from drumroll.registry import REGISTRY, register, require
 from drumroll.types import Message, Task

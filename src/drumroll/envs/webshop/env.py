@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from drumroll.envs.base import Env, Step
+from drumroll.envs.base import Env, Step, seed_of
 from drumroll.envs.webshop.shop import open_shop
 from drumroll.envs.webshop.visit import Visit, VisitConfig
 from drumroll.errors import DataError
@@ -31,7 +31,7 @@ class WebShop(Env):
         if "seed" not in task.data:
             raise DataError(f"task {task.id} has no `seed`, which says what to shop for. Give the data as `seeds`, such as 0-999.")
         shop = await asyncio.to_thread(open_shop, self.config.source)
-        self._visit = Visit(self.config, shop, shop.goal(int(task.data["seed"])))
+        self._visit = Visit(self.config, shop, shop.goal(seed_of(task)))
         return self._visit.begin()
 
     async def step(self, reply: str) -> Step:
