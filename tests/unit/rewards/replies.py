@@ -11,11 +11,16 @@ from drumroll.types import Sampling, Task, Trajectory, Turn
 
 def trajectory(reply: str, num_tokens: int = 1, max_new_tokens: int = 128, **data: Any) -> Trajectory:
     """A reply of so many tokens to a task with these columns."""
+    return attempt(Task("t-7", prompt="?", data=data), reply, num_tokens, max_new_tokens)
+
+
+def attempt(task: Task, reply: str, num_tokens: int = 1, max_new_tokens: int = 128) -> Trajectory:
+    """A reply of so many tokens to this task."""
     mask = np.array([False] + [True] * num_tokens)
     return Trajectory(
-        sample_id="train/1/t-7/0",
-        group_id="train/1/t-7",
-        task=Task("t-7", prompt="?", data=data),
+        sample_id=f"train/1/{task.id}/0",
+        group_id=f"train/1/{task.id}",
+        task=task,
         turns=(Turn("environment", 0, 1, "?"), Turn("policy", 1, 1 + num_tokens, reply)),
         token_ids=mask.astype(np.int32),
         loss_mask=mask,

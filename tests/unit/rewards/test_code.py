@@ -4,35 +4,18 @@ import asyncio
 import json
 import textwrap
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from replies import trajectory
 
 from drumroll.errors import SandboxError
 from drumroll.registry import REGISTRY
 from drumroll.rewards.code import Code, StdinTests, extract_code, join_program, read_tests, same_output
 from drumroll.rewards.place import Place
 from drumroll.sandbox import Examination, Sandbox, ScriptRun
-from drumroll.types import Sampling, Task, Trajectory, Turn
-
-
-def trajectory(reply, **data):
-    return Trajectory(
-        sample_id="train/1/t/0",
-        group_id="train/1/t",
-        task=Task("t-7", prompt="Write it.", data=data),
-        turns=(Turn("environment", 0, 1, "Write it."), Turn("policy", 1, 2, reply)),
-        token_ids=np.array([1, 2], np.int32),
-        loss_mask=np.array([False, True]),
-        logp=np.zeros(2, np.float32),
-        token_version=np.zeros(2, np.int32),
-        sampling=Sampling(),
-        seed=0,
-        reward=None,
-        stop_reason="stop",
-    )
+from drumroll.types import Task
 
 
 def code(sandbox=None, **options):

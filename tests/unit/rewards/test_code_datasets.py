@@ -9,12 +9,12 @@ import asyncio
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from replies import attempt
 
 from drumroll.rewards.code import Code
 from drumroll.rewards.place import Place
-from drumroll.types import Sampling, Task, Trajectory, Turn
+from drumroll.types import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence")  # in some of MBPP's programs
 
@@ -71,23 +71,6 @@ def wrong(program, tests, change):
     return "\n".join([program, change, WRAP, *(f"{name} = _wrap({name})" for name in sorted(defined & used))])
 
 
-def trajectory(task_id, reply, row):
-    return Trajectory(
-        sample_id=f"train/1/{task_id}/0",
-        group_id=f"train/1/{task_id}",
-        task=Task(str(task_id), prompt="", data=row),
-        turns=(Turn("policy", 0, 1, reply),),
-        token_ids=np.array([1], np.int32),
-        loss_mask=np.array([True]),
-        logp=np.zeros(1, np.float32),
-        token_version=np.zeros(1, np.int32),
-        sampling=Sampling(),
-        seed=0,
-        reward=None,
-        stop_reason="stop",
-    )
-
-
 def judge(subjects, **options):
     """The reward of each subject, by its task's id; two are judged at a time."""
     rewards: dict[str, float] = {}
@@ -116,14 +99,14 @@ def human_eval(change):
         if change:
             tests = f"{row['test']}\ncheck({row['entry_point']})"
             reply = f"```python\n{wrong(row['prompt'] + reply, tests, change)}\n```"
-        yield trajectory(row["task_id"], reply, row)
+        yield attempt(Task(str(row["task_id"]), prompt="", data=row), reply)
 
 
 def mbpp(change):
     for row in rows("mbpp.jsonl"):
         program = row["code"].replace("\r\n", "\n")
         program = wrong(program, "\n".join(row["test_list"]), change) if change else program
-        yield trajectory(row["task_id"], f"```python\n{program}\n```", row)
+        yield attempt(Task(str(row["task_id"]), prompt="", data=row), f"```python\n{program}\n```")
 
 
 VERSIONS = {"reference": ("", 1.0), "mutated": (MUTATED, 0.0), "near miss": (NEAR_MISS, 0.0)}

@@ -4,14 +4,14 @@ import json
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
+from replies import attempt as attempt_at
 
 from drumroll.config.models import RewardConfig
 from drumroll.registry import REGISTRY
 from drumroll.rewards.constraints import CONSTRAINTS, check
 from drumroll.rewards.instructions import Instructions, loose_forms
-from drumroll.types import Sampling, Task, Trajectory, Turn
+from drumroll.types import Task
 
 IFEVAL = Path(__file__).parents[3] / ".." / "shared" / "data" / "ifeval.jsonl"
 needs_ifeval = pytest.mark.skipif(not IFEVAL.exists(), reason="IFEval is not here: shared/data/ifeval.jsonl")
@@ -29,29 +29,12 @@ def task(*constraints):
     return Task("t-1", prompt="Write.", data={"instruction_id_list": [i for i, _ in constraints], "kwargs": [k for _, k in constraints]})
 
 
-def trajectory(subject, reply):
-    return Trajectory(
-        sample_id="train/1/t/0",
-        group_id="train/1/t",
-        task=subject,
-        turns=(Turn("environment", 0, 1, "Write."), Turn("policy", 1, 2, reply)),
-        token_ids=np.array([1, 2], np.int32),
-        loss_mask=np.array([False, True]),
-        logp=np.zeros(2, np.float32),
-        token_version=np.zeros(2, np.int32),
-        sampling=Sampling(),
-        seed=0,
-        reward=None,
-        stop_reason="stop",
-    )
-
-
 @pytest.mark.parametrize(
     ("reply", "everything", "share"),
     [("* a\n* b", 1.0, 1.0), ("* A\n* b", 0.0, 2 / 3), ("a, b", 0.0, 1 / 3), ("A, b", 0.0, 0.0), ("", 0.0, 0.0)],
 )
 def test_all_or_their_share(reply, everything, share):
-    attempt = trajectory(task(NO_COMMA, TWO_BULLETS, SMALL), reply)
+    attempt = attempt_at(task(NO_COMMA, TWO_BULLETS, SMALL), reply)
     assert reward()(attempt) == everything
     assert reward(score="share")(attempt) == share
 
@@ -69,13 +52,13 @@ def test_all_or_their_share(reply, everything, share):
     ],
 )
 def test_loose_forgives_the_lines_around(reply, strict, loose):
-    attempt = trajectory(task(NO_COMMA, TWO_BULLETS), reply)
+    attempt = attempt_at(task(NO_COMMA, TWO_BULLETS), reply)
     assert reward()(attempt) == strict
     assert reward(loose=True)(attempt) == loose
 
 
 def test_loose_forgives_asterisks():
-    attempt = trajectory(task(("detectable_format:constrained_response", {})), "My answer is **yes**.")
+    attempt = attempt_at(task(("detectable_format:constrained_response", {})), "My answer is **yes**.")
     assert reward()(attempt) == 0.0
     assert reward(loose=True)(attempt) == 1.0
 
@@ -89,7 +72,7 @@ def test_other_columns():
     subject = Task("t-1", data={"ids": ["punctuation:no_comma"], "args": [{"num_words": None}]})
     judge = reward(ids_field="ids", kwargs_field="args")
     judge.check_task(subject)
-    assert judge(trajectory(subject, "fine")) == 1.0
+    assert judge(attempt_at(subject, "fine")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -110,7 +93,7 @@ def test_tasks_that_cannot_be_used(ids, kwargs, message):
     with pytest.raises(ValueError, match=message):
         reward().check_task(subject)
     with pytest.raises(ValueError, match=message):
-        reward()(trajectory(subject, "A reply."))
+        reward()(attempt_at(subject, "A reply."))
 
 
 # IFEval: for every row a reply that is put together from what its constraints ask for, and replies that break each of them.
@@ -241,7 +224,7 @@ def test_every_row_can_be_satisfied_but_those_that_contradict_themselves():
     strict, loose = reward(), reward(loose=True)
     failed = set()
     for row in rows():
-        attempt = trajectory(Task(str(row["key"]), data=row), satisfying(constraints_of(row)))
+        attempt = attempt_at(Task(str(row["key"]), data=row), satisfying(constraints_of(row)))
         assert loose(attempt) == 1.0, row["key"]
         if strict(attempt) != 1.0:
             failed.add(row["key"])
@@ -255,9 +238,9 @@ def test_every_constraint_of_every_row_can_be_satisfied_alone_and_violated():
             assert check(satisfying([(constraint_id, kwargs)]), constraint_id, kwargs), (row["key"], constraint_id)
             violation = VIOLATING[constraint_id.partition(":")[2]](kwargs)
             assert not check(violation, constraint_id, kwargs), (row["key"], constraint_id)
-            assert reward()(trajectory(Task(str(row["key"]), data=row), violation)) == 0.0
+            assert reward()(attempt_at(Task(str(row["key"]), data=row), violation)) == 0.0
 
 
 @needs_ifeval
 def test_silence_satisfies_no_row():
-    assert not any(reward(score="share", loose=True)(trajectory(Task(str(row["key"]), data=row), " \n")) for row in rows())
+    assert not any(reward(score="share", loose=True)(attempt_at(Task(str(row["key"]), data=row), " \n")) for row in rows())

@@ -3,14 +3,13 @@
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
+from replies import trajectory
 
 from drumroll.config.models import RewardConfig
 from drumroll.errors import RewardError
 from drumroll.registry import REGISTRY
 from drumroll.rewards.process import RewardProcess
-from drumroll.types import Sampling, Task, Trajectory, Turn
 
 SOURCE = """
 import os, signal, time
@@ -37,23 +36,6 @@ def main_thread(trajectory):
 """
 
 
-def trajectory(mood: str) -> Trajectory:
-    return Trajectory(
-        sample_id="s",
-        group_id="g",
-        task=Task("t-7", prompt="?", data={"mood": mood}),
-        turns=(Turn("policy", 0, 1, "x"),),
-        token_ids=np.array([1], np.int32),
-        loss_mask=np.array([True]),
-        logp=np.zeros(1, np.float32),
-        token_version=np.zeros(1, np.int32),
-        sampling=Sampling(),
-        seed=0,
-        reward=None,
-        stop_reason="stop",
-    )
-
-
 def configs(folder: Path) -> dict[int, RewardConfig]:
     path = folder / "moody.py"
     path.write_text(SOURCE)
@@ -75,13 +57,13 @@ def test_failures_are_told_apart_and_the_next_sample_is_judged(tmp_path: Path) -
     async def run() -> None:
         process = RewardProcess(configs(tmp_path), {0: "moody", 1: "main_thread"})
         await process.start()
-        pids = [(await process.ask(0, trajectory(""), 20.0))["moody"]]
+        pids = [(await process.ask(0, trajectory("x", mood=""), 20.0))["moody"]]
         for mood, message in expected.items():
             with pytest.raises(RewardError, match=message):
-                await process.ask(0, trajectory(mood), 0.5 if mood == "hang" else 20.0)
-            pids.append((await process.ask(0, trajectory("print"), 20.0))["moody"])
-        assert await process.ask(0, trajectory("none"), 20.0) == {}
-        assert await process.ask(1, trajectory(""), 20.0) == {"main_thread": 1.0}
+                await process.ask(0, trajectory("x", mood=mood), 0.5 if mood == "hang" else 20.0)
+            pids.append((await process.ask(0, trajectory("x", mood="print"), 20.0))["moody"])
+        assert await process.ask(0, trajectory("x", mood="none"), 20.0) == {}
+        assert await process.ask(1, trajectory("x", mood=""), 20.0) == {"main_thread": 1.0}
         await process.close()
         assert len(set(pids)) == 4, "a child is replaced where it was killed or died, and only there"
         assert not any(Path(f"/proc/{int(pid)}").exists() for pid in pids)
@@ -92,7 +74,7 @@ def test_failures_are_told_apart_and_the_next_sample_is_judged(tmp_path: Path) -
 def test_questions_at_the_same_time_get_their_own_answers(tmp_path: Path) -> None:
     async def run() -> None:
         process = RewardProcess(configs(tmp_path), {0: "moody", 1: "main_thread"})
-        asked = [asyncio.create_task(process.ask(number % 2, trajectory(""), 20.0)) for number in range(20)]
+        asked = [asyncio.create_task(process.ask(number % 2, trajectory("x", mood=""), 20.0)) for number in range(20)]
         await asyncio.sleep(0)
         asked[3].cancel()
         answers = await asyncio.gather(*asked, return_exceptions=True)
