@@ -306,7 +306,16 @@ class Batch:
     old_logp: Tensor | None = None
     """[T] float32: the trainer's log-probabilities before the step's first update."""
     ref_logp: Tensor | None = None
-    """[T] float32"""
+    """[T] float32: the reference model's log-probabilities."""
+    values: Tensor | None = None
+    """[T] float32: the critic's value of the state before each token."""
+    returns: Tensor | None = None
+    """[T] float32: what the critic is trained towards."""
+    token_rewards: Tensor | None = None
+    """[T] float32: rewards that single tokens have of their own, such as a KL penalty, 0 outside `loss_mask`. Rewards of trajectories
+    and turns come on top."""
+    entropy: Tensor | None = None
+    """[T] float32, with gradient: of the distribution that each token was drawn from. Filled in by the trainer where the loss needs it."""
     turns: Turns | None = None
     """The policy's turns; None for demonstrations. Stays on the host."""
 
@@ -354,6 +363,9 @@ class GenRequest(Parcel):
     """Already sampled prefix of the reply; noise continues at index len(sampled), and the budget counts them."""
     deadline_s: float | None = None
     """Seconds from submission after which the engine gives up with finish reason `deadline`."""
+    session: str = ""
+    """Requests of one session follow each other, each beginning with the tokens of the one before: an engine may keep keys and values
+    for the next. Without a name nothing follows."""
 
 
 FinishReason = Literal["stop", "length", "aborted", "deadline", "error"]

@@ -73,16 +73,25 @@ class Endpoint:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, host: str = "127.0.0.1", port: int = 0, model: str = "policy", body_bytes: int = BODY_BYTES
+        self,
+        tokenizer: Tokenizer,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        model: str = "policy",
+        body_bytes: int = BODY_BYTES,
+        keeps_cache: bool = True,
     ) -> None:
         """`tokenizer` has a chat template. `host` is the address to listen on, for this machine alone unless told otherwise; port 0 is
-        any free one. `model` is the name that agents see."""
+        any free one. `model` is the name that agents see. With `keeps_cache` engines may keep a session's keys and values from call to
+        call."""
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer)
         self._host = host
         self._port = port
         self._model = model
         self._body_bytes = body_bytes
+        self._keeps_cache = keeps_cache
         self._sessions: dict[bytes, _Open] = {}
         """By the digest of the key: how long a lookup takes says nothing about keys."""
         self._runner: web.AppRunner | None = None
@@ -227,6 +236,7 @@ class Endpoint:
             sampling=call.sampling,
             seed=call.seed,
             deadline_s=order.deadline_s,
+            session=f"{order.sample_id}/{order.attempt}" if self._keeps_cache else "",
         )
         try:
             chunk = await opened.engine.generate(request, order.stall_s)

@@ -336,6 +336,7 @@ class Fleet:
             "max_tokens": self._max_tokens(cfg),
             "env_deadline_s": cfg.rollout.env_deadline_s,
             "reward_deadline_s": cfg.rollout.reward_deadline_s,
+            "keeps_cache": not cfg.deterministic,
             "trust_remote_code": cfg.model.trust_remote_code,
         }
         placements = self._plan.workers("environment")

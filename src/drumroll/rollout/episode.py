@@ -95,6 +95,9 @@ class Stage:
     """By rank: a lease names one."""
     renderer: Renderer
     limits: Limits
+    keeps_cache: bool = True
+    """Engines may keep an episode's keys and values from turn to turn. How far they do depends on timing, and so do the last bits of
+    what they compute."""
 
     def setting(self, task: Task) -> Setting:
         setting = self.settings.get(task.domain) or self.settings.get(ANY)
@@ -311,6 +314,7 @@ async def _generate(stage: Stage, draft: _Draft, turn: int, state: str) -> tuple
         sampling=replace(lease.sampling, max_new_tokens=min(lease.sampling.max_new_tokens, room)),
         seed=_turn_seed(lease.seed, turn),
         deadline_s=lease.deadline_s,
+        session=f"{lease.sample_id}/{lease.attempt}" if stage.keeps_cache and stage.limits.max_turns > 1 else "",
     )
     draft.stamp("waiting", place=lease.engine)
     with draft.waiting_for("engine"):

@@ -144,6 +144,10 @@ _PER_TOKEN = (
     "advantages",
     "old_logp",
     "ref_logp",
+    "values",
+    "returns",
+    "token_rewards",
+    "entropy",
 )
 _PER_TRAJECTORY = ("rewards", "group_index", "temperature", "top_p", "top_k")
 

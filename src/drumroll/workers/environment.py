@@ -44,10 +44,11 @@ class EnvironmentWorker:
         max_tokens: int,
         env_deadline_s: float = 300.0,
         reward_deadline_s: float = 60.0,
+        keeps_cache: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
         """`domains` has the sections `env` and `rewards` of each. `env_deadline_s` is for each start and step of an environment,
-        `reward_deadline_s` for each reward of a sample."""
+        `reward_deadline_s` for each reward of a sample. `keeps_cache`: see `Stage`."""
         self._domains = domains
         self._reward_deadline_s = reward_deadline_s
         self._place = Place(rank.rank, rank.world)
@@ -57,8 +58,9 @@ class EnvironmentWorker:
             engines=(),
             renderer=Renderer(Tokenizer(Path(model_folder), trust_remote_code=trust_remote_code)),
             limits=Limits(max_turns, max_tokens, env_deadline_s),
+            keeps_cache=keeps_cache,
         )
-        self._endpoint = Endpoint(self._stage.renderer.tokenizer)
+        self._endpoint = Endpoint(self._stage.renderer.tokenizer, keeps_cache=keeps_cache)
         self._client_id = f"environment-{rank.rank}"
         self._running: set[asyncio.Task[None]] = set()
         self._unwanted: dict[tuple[str, int], asyncio.Future[None]] = {}

@@ -16,11 +16,11 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import PositiveInt
 
@@ -35,6 +35,37 @@ if TYPE_CHECKING:
     from drumroll.backends.infer.native.runner import Runner
 
 T = TypeVar("T")
+
+
+class Rest(NamedTuple):
+    """A slot that nobody uses, and the tokens whose keys and values it holds."""
+
+    slot: int
+    tokens: list[int]
+
+
+class DecodeShape(NamedTuple):
+    """What a decode step depends on besides the slots' own state."""
+
+    num_rows: int
+    num_positions: int
+    truncates: bool
+    greedy: bool
+
+    @classmethod
+    def of(cls, running: Mapping[int, Request]) -> DecodeShape:
+        entries = running.values()
+        return cls(
+            num_rows=max(running) + 1,
+            num_positions=max(len(entry.tokens) for entry in entries),
+            truncates=any(entry.sampling.top_k > 0 or entry.sampling.top_p < 1 for entry in entries),
+            greedy=any(entry.sampling.temperature == 0 for entry in entries),
+        )
+
+    @property
+    def advanced(self) -> DecodeShape:
+        """Of the next step, when the same requests go on."""
+        return self._replace(num_positions=self.num_positions + 1)
 
 
 @register.infer_backend("native")
@@ -72,10 +103,12 @@ class Native(InferBackend):
         self._filling: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._free = list(range(config.num_slots))
-        self._num_rows = 0
-        self._num_positions = 0
-        self._truncates = False
-        self._greedy = False
+        self._resting: dict[str, Rest] = {}
+        """Slots that keep what a session's last request left, by session, the longest at rest first."""
+        self._left: list[int] = []
+        """Slots that take no part in decoding any more, which the runner has not been told yet."""
+        self._shape: DecodeShape | None = None
+        """What the next decode step takes; None after requests have entered or left."""
         self._deadlines: list[tuple[float, str]] = []
         self._num_tokens = 0
         self._busy_s = 0.0
@@ -273,6 +306,8 @@ class Native(InferBackend):
                     self._expire()
                     if self._can_compute():
                         started = time.perf_counter()
+                        runner.leave(self._left)
+                        self._left = []
                         self._admit()
                         if self._filling:
                             self._prefill(runner)
@@ -332,28 +367,49 @@ class Native(InferBackend):
         with self._changed:
             if entry.slot < 0:
                 self._waiting.remove(entry)
-            else:
-                if self._running.pop(entry.slot, None) is None:
-                    self._filling.remove(entry)
-                else:
-                    self._ready_runner.leave(entry.slot)
+            elif self._running.pop(entry.slot, None) is None:
+                self._filling.remove(entry)
                 heapq.heappush(self._free, entry.slot)
-                self._recount()
+            else:
+                self._left.append(entry.slot)
+                self._shape = None
+                if entry.session and reason in ("stop", "length"):
+                    self._rest(entry)
+                else:
+                    heapq.heappush(self._free, entry.slot)
             del self._open[entry.id]
             self._finished.append(entry.take_fresh(reason, error))
             self._wake_pollers()
 
+    def _rest(self, entry: Request) -> None:
+        """The slot keeps its keys and values for the session's next request, until another needs the place."""
+        self._give_up(entry.session)
+        self._resting[entry.session] = Rest(entry.slot, entry.tokens[:-1])
+
+    def _give_up(self, session: str) -> None:
+        rest = self._resting.pop(session, None)
+        if rest is not None:
+            heapq.heappush(self._free, rest.slot)
+
     def _admit(self) -> None:
-        """Waiting requests take free slots, lowest first, so that decoding runs few rows."""
+        """Waiting requests take slots: one that goes on with a session its own, others a free one, lowest first, so that decoding runs
+        few rows, and when there is none the one that has been at rest for longest."""
         with self._changed:
-            while self._waiting and self._free:
+            while self._waiting and (self._free or self._resting):
                 entry = self._waiting.popleft()
-                entry.take_slot(heapq.heappop(self._free))
+                rest = self._resting.get(entry.session)
+                if rest is not None and entry.begins_with(rest.tokens):
+                    del self._resting[entry.session]
+                    entry.take_slot(rest.slot, len(rest.tokens))
+                else:
+                    self._give_up(entry.session if rest is not None or self._free else next(iter(self._resting)))
+                    entry.take_slot(heapq.heappop(self._free))
                 self._filling.append(entry)
 
     def _prefill(self, runner: Runner) -> None:
         """One call for the oldest request and those whose chunk has the same length; whoever needs no further call starts to run."""
         from drumroll.backends.infer.native.runner import Chunk as Piece
+        from drumroll.backends.infer.native.runner import Entrant
 
         length = runner.chunk_length(self._filling[0].num_to_fill)
         rows = [entry for entry in self._filling if entry.num_to_fill and runner.chunk_length(entry.num_to_fill) == length]
@@ -363,16 +419,17 @@ class Native(InferBackend):
         for entry in rows:
             entry.num_cached += min(length, entry.num_to_fill)
         with self._changed:
-            for entry in [e for e in self._filling if not e.num_to_fill]:
-                self._filling.remove(entry)
-                self._running[entry.slot] = entry
-                runner.enter(entry.slot, entry.tokens[-1], len(entry.tokens) - 1, entry.num_sampled, entry.seed, entry.sampling)
-            self._recount()
+            full = [entry for entry in self._filling if not entry.num_to_fill]
+            self._filling = deque(entry for entry in self._filling if entry.num_to_fill)
+            self._running.update({entry.slot: entry for entry in full})
+            self._shape = None
+        runner.enter([Entrant(e.slot, e.tokens[-1], len(e.tokens) - 1, e.num_sampled, e.seed, e.sampling) for e in full])
 
     def _decode(self, runner: Runner) -> None:
         """One token for every running request."""
-        ids, logp = runner.decode(self._num_rows, self._num_positions, truncates=self._truncates, greedy=self._greedy)
-        self._num_positions += 1
+        shape = self._shape or DecodeShape.of(self._running)
+        ids, logp = runner.decode(shape.num_rows, shape.num_positions, truncates=shape.truncates, greedy=shape.greedy)
+        self._shape = shape.advanced
         self._num_tokens += len(self._running)
         step = self._version.step
         done: list[tuple[Request, FinishReason, str]] = []
@@ -388,14 +445,6 @@ class Native(InferBackend):
                     done.append((entry, outcome, ""))
             for entry, reason, error in done:
                 self._finish(entry, reason, error)
-
-    def _recount(self) -> None:
-        """What decode's shapes depend on, after requests have entered or left."""
-        entries = self._running.values()
-        self._num_rows = max(self._running, default=-1) + 1
-        self._num_positions = max((len(entry.tokens) for entry in entries), default=0)
-        self._truncates = any(entry.sampling.top_k > 0 or entry.sampling.top_p < 1 for entry in entries)
-        self._greedy = any(entry.sampling.temperature == 0 for entry in entries)
 
     # -- What `update`, `pause` and the others do in the compute thread
 
@@ -413,13 +462,14 @@ class Native(InferBackend):
         return sums
 
     def _refill(self) -> None:
-        """Compute the keys and values of every request anew, from its tokens."""
+        """Compute the keys and values of every request anew, from its tokens; those at rest are given up."""
         with self._changed:
-            for slot, entry in self._running.items():
-                self._ready_runner.leave(slot)
-                self._filling.append(entry)
+            for session in list(self._resting):
+                self._give_up(session)
+            self._left += self._running
+            self._filling += self._running.values()
             self._running.clear()
-            self._recount()
+            self._shape = None
             for entry in self._filling:
                 entry.num_cached = 0
 

@@ -25,6 +25,8 @@ class Request:
     """Present when there are stop strings."""
     deadline: float | None
     """On the monotonic clock."""
+    session: str
+    """Whose next request may go on from here; nobody's if empty."""
     slot: int = -1
     started: float = 0.0
     """When it took its slot, in seconds since the epoch."""
@@ -50,6 +52,7 @@ class Request:
             context=context,
             decode_text=decode_text,
             deadline=None if request.deadline_s is None else now + request.deadline_s,
+            session=request.session,
         )
 
     @property
@@ -76,8 +79,14 @@ class Request:
         ended = max(self.started, time.time()) if self.slot >= 0 else 0.0
         return Chunk(fresh.id, fresh.token_ids, fresh.logp, fresh.token_version, finish, error, self.slot, self.started, ended)
 
-    def take_slot(self, slot: int) -> None:
+    def begins_with(self, tokens: list[int]) -> bool:
+        """Whether these come first, and at least one after them."""
+        return len(tokens) < len(self.tokens) and self.tokens[: len(tokens)] == tokens
+
+    def take_slot(self, slot: int, num_cached: int = 0) -> None:
+        """A slot that holds keys and values of its first tokens already, or of none."""
         self.slot = slot
+        self.num_cached = num_cached
         self.started = time.time()
 
     def outcome(self) -> FinishReason | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -41,6 +42,17 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     tokens: list[int]
+
+
+class Entrant(NamedTuple):
+    """A slot that begins to decode: `token` stands at `position`, the reply has `num_sampled` tokens so far."""
+
+    slot: int
+    token: int
+    position: int
+    num_sampled: int
+    seed: int
+    sampling: Sampling
 
 
 def bucket(size: int, step: int) -> int:
@@ -100,30 +112,35 @@ class Runner:
     def prefill(self, chunks: Sequence[Chunk], length: int) -> None:
         """Keys and values of up to `chunk_rows(length)` chunks, none longer than `length`."""
         num_rows = min(bucket(len(chunks), 1), self.chunk_rows(length))
-        tokens = torch.zeros(num_rows, length, dtype=torch.int64)
-        positions = torch.zeros(num_rows, length, dtype=torch.int64)
-        writes = torch.full((num_rows, length), self.cache.waste, dtype=torch.int64)
-        slots = torch.zeros(num_rows, dtype=torch.int64)
+        tokens, positions, writes = np.zeros((3, num_rows, length), dtype=np.int64)
+        writes[:] = self.cache.waste
+        slots = np.zeros(num_rows, dtype=np.int64)
         for row, chunk in enumerate(chunks):
-            num_tokens = len(chunk.tokens)
-            tokens[row, :num_tokens] = torch.tensor(chunk.tokens)
-            positions[row, :num_tokens] = writes[row, :num_tokens] = torch.arange(chunk.start, chunk.start + num_tokens)
+            end = len(chunk.tokens)
+            tokens[row, :end] = chunk.tokens
+            positions[row, :end] = writes[row, :end] = np.arange(chunk.start, chunk.start + end)
             slots[row] = chunk.slot
         reach = cache_length(max(chunk.start + len(chunk.tokens) for chunk in chunks))
-        self.cache.aim(slots.to(self.device), writes.to(self.device), reach)
-        self._forward(self.model.base_model, tokens.to(self.device), positions.to(self.device), reach)
+        on_device = [torch.from_numpy(values).to(self.device) for values in (tokens, positions, writes, slots)]
+        self.cache.aim(on_device[3], on_device[2], reach)
+        self._forward(self.model.base_model, on_device[0], on_device[1], reach)
 
-    def enter(self, slot: int, token: int, position: int, index: int, seed: int, sampling: Sampling) -> None:
-        """The slot takes part in decoding: `token` stands at `position`, the token after it has number `index` in the reply."""
-        seed &= (1 << 64) - 1
-        seed -= (seed >> 63) << 64
-        self._ints[:, slot] = torch.tensor([token, position, index, 1, seed, sampling.top_k])
-        self._floats[:, slot] = torch.tensor([sampling.temperature, sampling.top_p])
+    def enter(self, entrants: Sequence[Entrant]) -> None:
+        """Slots take part in decoding."""
+        if not entrants:
+            return
+        slots = torch.tensor([e.slot for e in entrants], device=self.device)
+        ints = [(e.token, e.position, e.num_sampled, 1, _signed(e.seed), e.sampling.top_k) for e in entrants]
+        floats = [(e.sampling.temperature, e.sampling.top_p) for e in entrants]
+        self._ints.index_copy_(1, slots, torch.tensor(ints, dtype=torch.int64).T.to(self.device))
+        self._floats.index_copy_(1, slots, torch.tensor(floats, dtype=torch.float32).T.to(self.device))
 
-    def leave(self, slot: int) -> None:
-        """The slot takes no part any more; its row computes, but writes nothing that anyone reads."""
-        self._ints[:, slot] = 0
-        self._floats[:, slot] = 1
+    def leave(self, slots: Sequence[int]) -> None:
+        """Slots take no part any more; their rows compute, but write nothing that anyone reads."""
+        if slots:
+            columns = torch.tensor(slots, device=self.device)
+            self._ints.index_fill_(1, columns, 0)
+            self._floats.index_fill_(1, columns, 1.0)
 
     def decode(self, num_rows: int, num_positions: int, *, truncates: bool, greedy: bool) -> tuple[list[int], list[float]]:
         """One step of the first `num_rows` slots, none of them beyond `num_positions`: ids and log-probabilities, by slot.
@@ -253,6 +270,12 @@ def _context(config: Any, wanted: int | None, folder: Path) -> int:
     if wanted is not None and limit is not None and wanted > limit:
         raise ConfigError(f"engine.context_tokens: got {wanted}, but the model's max_position_embeddings is {limit}. Lower it.")
     return wanted or limit or 0
+
+
+def _signed(seed: int) -> int:
+    """The seed's 64 bits as the int64 that torch can hold."""
+    seed &= (1 << 64) - 1
+    return seed - ((seed >> 63) << 64)
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:
