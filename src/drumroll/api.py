@@ -91,18 +91,53 @@ def train(
             if "reward" in domain:
                 section["rewards"] = _sections(_several(domain["reward"]), names)
             given[name] = (section, {"train": domain.get("tasks"), "heldout": domain.get("heldout")})
-    for section, sources in given.values():
-        paths = {split: {"path": source if isinstance(source, str) else NO_FILE} for split, source in sources.items() if source is not None}
+    inputs: dict[str, tuple[dict[str, Any], Rows]] = {}
+    for name, (section, sources) in given.items():
+        paths = {split: _source(source) for split, source in sources.items() if source is not None}
         if paths:
             section["data"] = merge(paths, section.get("data", {}))
-    cfg = check_config(tree)
+        for split, source in sources.items():
+            if source is not None and not isinstance(source, str):
+                inputs[f"{name}-{split}" if name else split] = (section["data"][split], source)
+    return _run(tree, inputs, run_dir)
 
-    folder = RunFolder.claim(run_dir, cfg.name)
+
+def preference(
+    *,
+    model: str | Mapping[str, Any],
+    data: str | Rows,
+    kind: str = "dpo",
+    heldout: str | Rows | None = None,
+    options: Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
+    **sections: Any,
+) -> Run:
+    """Train a model on preferences and return the run: `drumroll.preference(model="org/name", data=rows, options={"beta": 0.1})`.
+
+    `model` is a folder, a hub id, or a `model` section. `data` and `heldout` are rows with `prompt`, `chosen` and `rejected` (for `kto`
+    also `completion` and `label`), or a path. `kind` is dpo, ipo, kto, simpo, reward_model or your own; `options` are further keys of
+    the section `preference`, and everything else is a section of the config, as in YAML."""
+    sources = {"data": data, **({} if heldout is None else {"heldout": heldout})}
+    section = merge({"kind": kind, **{name: _source(source) for name, source in sources.items()}}, options or {})
+    tree: dict[str, Any] = {
+        "pipeline": "preference",
+        "model": {"path": model} if isinstance(model, str) else dict(model),
+        "preference": section,
+        **sections,
+    }
+    return _run(tree, {name: (section[name], rows) for name, rows in sources.items() if not isinstance(rows, str)}, run_dir)
+
+
+def _source(source: str | Rows) -> dict[str, Any]:
+    return {"path": source if isinstance(source, str) else NO_FILE}
+
+
+def _run(tree: dict[str, Any], inputs: Mapping[str, tuple[dict[str, Any], Rows]], run_dir: str | Path | None) -> Run:
+    """Check the config, claim the folder, and run. `inputs` are rows that are not in a file yet, by name, each with its section."""
+    folder = RunFolder.claim(run_dir, check_config(tree).name)
     try:
-        for name, (section, sources) in given.items():
-            for split, source in sources.items():
-                if source is not None and not isinstance(source, str):
-                    section["data"][split] |= {"path": str(_written(folder, f"{name}-{split}" if name else split, source))}
+        for name, (section, rows) in inputs.items():
+            section["path"] = str(_written(folder, name, rows))
         start(check_config({**tree, "run_dir": str(folder.root)}), folder)
     except BaseException:
         folder.give_up()
@@ -150,5 +185,5 @@ def _written(folder: RunFolder, split: str, rows: Rows) -> Path:
     try:
         path.write_text("".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"`{split}` tasks: every row must be a mapping of JSON values: {error}.") from error
+        raise ConfigError(f"`{split}`: every row must be a mapping of JSON values: {error}.") from error
     return path

@@ -61,7 +61,8 @@ class Entry:
     name: str
     target: Callable[..., Any]
     needs: tuple[str, ...] = ()
-    """What a batch must carry for it, for example `("values",)` or `("ref_logp",)`."""
+    """What must be there for it: fields of the batch (`ref_logp`, `values`, `entropy`), `groups` of several members, or in each group
+    a member that is `greedy`."""
     seat: Seat = "inline"
     """Of a reward."""
 
@@ -131,11 +132,17 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reward_model": "drumroll.rewards.reward_model",
     },
     "advantage": {
-        **dict.fromkeys(("grpo", "rloo", "reinforce"), "drumroll.algo.advantage"),
+        **dict.fromkeys(
+            ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax"), "drumroll.algo.advantage"
+        ),
         **dict.fromkeys(("step_level", "gigpo"), "drumroll.algo.credit"),
+        "gae": "drumroll.algo.critic",
     },
-    "loss": dict.fromkeys(("ppo_clip", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"),
-    "correction": dict.fromkeys(("none", "truncated_is"), "drumroll.algo.correction"),
+    "loss": dict.fromkeys(
+        ("ppo_clip", "gspo", "gspo_token", "cispo", "topr", "kimi", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"
+    ),
+    "correction": dict.fromkeys(("none", "decoupled", "truncated_is", "masked_is"), "drumroll.algo.correction"),
+    "preference_loss": dict.fromkeys(("dpo", "ipo", "kto", "simpo", "reward_model"), "drumroll.algo.preference"),
     "group_filter": dict.fromkeys(("all_right", "all_wrong", "all_equal", "reward_variance"), "drumroll.rollout.filters"),
     "infer_backend": {"native": "drumroll.backends.infer.native"},
     "train_backend": {"fsdp2": "drumroll.backends.train.fsdp2"},
@@ -274,6 +281,7 @@ class register:  # noqa: N801 - reads as a verb: @register.reward("name")
     advantage = partial(REGISTRY.add, "advantage")
     loss = partial(REGISTRY.add, "loss")
     correction = partial(REGISTRY.add, "correction")
+    preference_loss = partial(REGISTRY.add, "preference_loss")
     group_filter = partial(REGISTRY.add, "group_filter")
     infer_backend = partial(REGISTRY.add, "infer_backend")
     train_backend = partial(REGISTRY.add, "train_backend")

@@ -314,10 +314,16 @@ class Batch:
     token_rewards: Tensor | None = None
     """[T] float32: rewards that single tokens have of their own, such as a KL penalty, 0 outside `loss_mask`. Rewards of trajectories
     and turns come on top."""
+    kl_coef: Tensor | None = None
+    """[T] float32: what each token's KL term counts for in the loss, where that changes from step to step."""
     entropy: Tensor | None = None
     """[T] float32, with gradient: of the distribution that each token was drawn from. Filled in by the trainer where the loss needs it."""
     turns: Turns | None = None
     """The policy's turns; None for demonstrations. Stays on the host."""
+    baseline: Tensor | None = None
+    """[N] float32, of preferences: what is subtracted from a trajectory's score before it is compared."""
+    keeps_groups: bool = False
+    """Whether the trajectories of a group are always computed in the same pass, for a loss that compares them."""
 
     @property
     def num_trajectories(self) -> int:
@@ -332,6 +338,11 @@ class Batch:
         """Tokens of each trajectory."""
         bounds = self.offsets.tolist()
         return [end - start for start, end in pairwise(bounds)]
+
+    @property
+    def units(self) -> list[int] | None:
+        """For each trajectory the number of its unit, where units of several must not be split; None where each is one by itself."""
+        return self.group_index.tolist() if self.keeps_groups else None
 
     def with_fields(self, **changes: Any) -> Self:
         return replace(self, **changes)
@@ -349,6 +360,8 @@ class TokenLoss:
     """[T]; the trainer sums it with `batch.weight`."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """[T] each, without gradient; reported as means over the loss mask."""
+    weighted: dict[str, Tensor] = field(default_factory=dict)
+    """[T] each, without gradient; reported as sums with `batch.weight`, as the loss is: means over whatever has the weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drumroll.algo.critic import value_loss
 from drumroll.algo.kl import with_kl
 from drumroll.algo.loss import cross_entropy, ppo_clip
-from drumroll.backends.train.base import TrainBackend
+from drumroll.backends.classifier import Classifier
+from drumroll.backends.train.base import Head, Loss, Reads, TrainBackend
 from drumroll.config.models import TrainerConfig
 from drumroll.errors import ModelError, RunFolderError
 from drumroll.registry import REGISTRY
@@ -35,9 +39,17 @@ EPS = 1e-4
 
 
 def make_models(root: Path) -> dict[str, Path]:
-    """Random models with a tokenizer: llama (grouped queries), qwen2 (tied embeddings, biases), gpt2 (learned positions, dropout)."""
+    """Random models with a tokenizer: llama (grouped queries), qwen2 (tied embeddings, biases), gpt2 (learned positions, dropout); and
+    of each one with a scalar head, as `<name>_scalar`."""
     from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GPT2Config,
+        LlamaConfig,
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+    )
 
     size: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
     body: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -56,7 +68,11 @@ def make_models(root: Path) -> dict[str, Path]:
             torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
-    return {name: root / name for name in configs}
+        scalar = AutoModelForSequenceClassification.from_pretrained(root / name, num_labels=1)
+        torch.nn.init.normal_(scalar.score.weight, std=0.3)
+        scalar.save_pretrained(root / f"{name}_scalar")
+        tokenizer.save_pretrained(root / f"{name}_scalar")
+    return {name: root / name for stem in configs for name in (stem, f"{stem}_scalar")}
 
 
 def make_batch(seed: int = 0, size: int = 9) -> Batch:
@@ -74,19 +90,42 @@ def make_batch(seed: int = 0, size: int = 9) -> Batch:
         weight=weight / weight.sum(),
         advantages=torch.randn(batch.num_tokens, generator=generator) * mask,
         ref_logp=-torch.rand(batch.num_tokens, generator=generator) * 4 * mask,
+        values=torch.randn(batch.num_tokens, generator=generator) * mask,
+        returns=torch.randn(batch.num_tokens, generator=generator) * mask,
         temperature=torch.tensor([1.0, 0.7, 1.5, 0.0] * size)[:size],
     )
 
 
 def make_backend(
-    kind: str, folder: Path, rank: RankInfo | None = None, dtype: str = "float32", total_updates: int = 10, **options: Any
+    kind: str,
+    folder: Path,
+    rank: RankInfo | None = None,
+    dtype: str = "float32",
+    total_updates: int = 10,
+    head: Head = "lm",
+    reads: Reads = "before",
+    **options: Any,
 ) -> TrainBackend:
     entry = REGISTRY.lookup("train_backend", kind)
     config = entry.schema(TrainerConfig).model_validate({"kind": kind, "lr": LR, "eps": EPS, **options})
-    backend: TrainBackend = entry.target(config, folder, dtype, 0)
+    backend: TrainBackend = entry.target(config, folder, dtype, 0, head=head, reads=reads)
     backend.setup(rank or RankInfo("actor_train", 0, 1, "cpu"))
     backend.begin(config.resolve_schedule(total_updates))
     return backend
+
+
+HEADS: tuple[Head, ...] = ("lm", "scalar")
+LOSSES: dict[Head, Loss] = {"lm": ppo_clip, "scalar": partial(value_loss, clip=0.2)}
+
+
+def named(name: str, head: Head) -> str:
+    """The model of that name with that head."""
+    return name if head == "lm" else f"{name}_scalar"
+
+
+def outputs(backend: TrainBackend, batch: Batch) -> Tensor:
+    """What the backend says of a batch's tokens."""
+    return backend.logprobs(batch) if backend.head == "lm" else backend.values(batch)
 
 
 def weights_of(backend: TrainBackend) -> dict[str, Tensor]:
@@ -103,10 +142,20 @@ def reference_logp(model: Any, batch: Batch) -> Tensor:
     return torch.cat(parts) * batch.loss_mask
 
 
-def plain_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+def reference_values(model: Any, batch: Batch) -> Tensor:
+    """[T] with gradient: the score at the token before, every trajectory by itself."""
+    parts = []
+    for start, end in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
+        hidden = model.base_model(input_ids=batch.token_ids[None, start:end], use_cache=False).last_hidden_state
+        parts += [torch.zeros(1), model.score(hidden)[0, :-1, 0]]
+    return torch.cat(parts) * batch.loss_mask
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+def plain_model(folder: Path, head: Head = "lm") -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 Make = Callable[..., TrainBackend]
@@ -122,12 +171,30 @@ def test_logprobs_are_those_of_plain_transformers(name: str, models: dict[str, P
         assert not got[~batch.loss_mask].any()
 
 
-def test_logprobs_of_one_trajectory_do_not_depend_on_its_neighbours(models: dict[str, Path], make: Make) -> None:
+@pytest.mark.parametrize("reads", ["before", "through"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_values_are_the_scores_of_what_was_read(name: str, reads: Reads, models: dict[str, Path], make: Make) -> None:
+    """A classifier of plain transformers scores a text at its last token: each prefix is such a text."""
+    batch = make_batch(size=4)
+    model = plain_model(models[f"{name}_scalar"], "scalar")
+    expected = torch.zeros(batch.num_tokens)
+    with torch.no_grad():
+        for token in batch.loss_mask.nonzero().squeeze(1).tolist():
+            start = token - int(batch.position_ids[token])
+            expected[token] = model(input_ids=batch.token_ids[None, start : token + (reads == "through")]).logits.item()
+    for budget in (16384, 25):
+        got = make(models[f"{name}_scalar"], micro_batch_tokens=budget, head="scalar", reads=reads).values(batch)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        assert not got[~batch.loss_mask].any()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_outputs_for_one_trajectory_do_not_depend_on_its_neighbours(head: Head, models: dict[str, Path], make: Make) -> None:
     batch = make_batch()
-    backend = make(models["llama"])
-    alone = torch.cat([backend.logprobs(select(batch, [n])) for n in range(batch.num_trajectories)])
-    torch.testing.assert_close(backend.logprobs(batch), alone, rtol=0, atol=1e-5)
-    assert backend.logprobs(select(batch, [])).shape == (0,)
+    backend = make(models[named("llama", head)], head=head)
+    alone = torch.cat([outputs(backend, select(batch, [n])) for n in range(batch.num_trajectories)])
+    torch.testing.assert_close(outputs(backend, batch), alone, rtol=0, atol=1e-5)
+    assert outputs(backend, select(batch, [])).shape == (0,)
 
 
 def test_logprobs_are_of_the_truncated_distribution(models: dict[str, Path], make: Make) -> None:
@@ -145,20 +212,21 @@ def test_logprobs_are_of_the_truncated_distribution(models: dict[str, Path], mak
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_tokens": 25}, {"gradient_checkpointing": True, "micro_batch_tokens": 60}])
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_updates_are_those_of_plain_torch(name: str, options: dict[str, Any], models: dict[str, Path], make: Make) -> None:
+def test_updates_are_those_of_plain_torch(name: str, head: Head, options: dict[str, Any], models: dict[str, Path], make: Make) -> None:
     """Three updates with clipping, weight decay, warm-up and decay, whatever the size of the passes."""
     updates = [make_batch(seed) for seed in range(3)]
-    loss = with_kl(ppo_clip, 0.2)
+    loss: Loss = with_kl(ppo_clip, 0.2) if head == "lm" else LOSSES["scalar"]
     settings: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 0.5, "schedule": "linear", "warmup_updates": 1, "min_lr_ratio": 0.5}
-    backend = make(models[name], total_updates=3, **settings, **options)
+    backend = make(models[named(name, head)], total_updates=3, head=head, **settings, **options)
     metrics = backend.train(updates, loss)
 
-    model = plain_model(models[name])
+    model = plain_model(models[named(name, head)], head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, foreach=False)
     for number, (batch, lr) in enumerate(zip(updates, (LR, LR, LR / 2), strict=True)):
-        logp = reference_logp(model, batch)
-        total = (loss(logp, batch.with_fields(old_logp=logp.detach())).loss * batch.weight).sum()
+        output = reference_logp(model, batch) if head == "lm" else reference_values(model, batch)
+        total = (loss(output, batch.with_fields(old_logp=output.detach())).loss * batch.weight).sum()
         total.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.param_groups[0]["lr"] = lr
@@ -171,9 +239,12 @@ def test_updates_are_those_of_plain_torch(name: str, options: dict[str, Any], mo
         assert metrics[number]["num_tokens"] == batch.num_tokens
         assert metrics[number]["num_loss_tokens"] == int(batch.loss_mask.sum())
         assert metrics[number]["skipped"] == metrics[number]["nonfinite"] == 0.0
-        assert metrics[number]["ratio"] == pytest.approx(1.0)
-        assert metrics[number]["kl"] > 0
-        assert metrics[number]["entropy"] > 0
+        if head == "lm":
+            assert metrics[number]["ratio"] == pytest.approx(1.0)
+            assert metrics[number]["kl"] > 0
+            assert metrics[number]["entropy"] > 0
+        else:
+            assert 0.0 < metrics[number]["clip_fraction"] < 1.0
     expected = dict(model.named_parameters(remove_duplicate=False))
     for tensor_name, tensor in backend.weights():
         # Adam divides by the gradient's own size, so that rounding shows most where the gradient is nearly 0.
@@ -191,23 +262,26 @@ def test_entropy_is_that_of_the_sampled_distribution(models: dict[str, Path], ma
     assert metrics["entropy"] == pytest.approx(float(torch.cat(entropies)[batch.loss_mask].mean()), rel=1e-4)
 
 
-def test_masked_tokens_change_nothing(models: dict[str, Path], make: Make) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_masked_tokens_change_nothing(head: Head, models: dict[str, Path], make: Make) -> None:
     """A reply's loss does not see what stands in fields outside the mask, and tokens after the last masked one have no say."""
     batch = make_batch()
     tail = pack_demonstrations([([3, 4], [5, 6, 7])])
     tail = tail.with_fields(
-        loss_mask=torch.tensor([False, False, True, False, False]), weight=torch.tensor([0.0, 0, 1, 0, 0]), advantages=torch.ones(5)
+        loss_mask=torch.tensor([False, False, True, False, False]),
+        weight=torch.tensor([0.0, 0, 1, 0, 0]),
+        **{field: torch.ones(5) for field in ("advantages", "values", "returns")},
     )
     other = tail.with_fields(
         token_ids=torch.tensor([3, 4, 5, 20, 21]),
         weight=torch.tensor([9.0, 9, 1, 9, 9]),
-        advantages=torch.tensor([9.0, torch.nan, 1, torch.inf, 9]),
         old_logp=None,
+        **{field: torch.tensor([9.0, torch.nan, 1, torch.inf, 9]) for field in ("advantages", "values", "returns")},
     )
     results = []
     for part in (tail, other):
-        backend = make(models["llama"])
-        backend.train([batch, part], ppo_clip)
+        backend = make(models[named("llama", head)], head=head)
+        backend.train([batch, part], LOSSES[head])
         results.append(weights_of(backend))
     for name, tensor in results[0].items():
         assert torch.equal(tensor, results[1][name]), name
@@ -230,16 +304,17 @@ def endless(logp: Tensor, batch: Batch) -> TokenLoss:
 FAULTY = (broken, steep, endless)
 
 
-def test_an_update_without_weight_or_with_a_broken_loss_is_no_update(models: dict[str, Path], make: Make) -> None:
-    batch = make_batch()
-    backend, twin = (make(models["llama"], micro_batch_tokens=60, schedule="linear") for _ in range(2))
-    backend.train([batch], ppo_clip)
-    twin.train([batch], ppo_clip)
+@pytest.mark.parametrize("head", HEADS)
+def test_an_update_without_weight_or_with_a_broken_loss_is_no_update(head: Head, models: dict[str, Path], make: Make) -> None:
+    batch, honest = make_batch(), LOSSES[head]
+    backend, twin = (make(models[named("llama", head)], micro_batch_tokens=60, schedule="linear", head=head) for _ in range(2))
+    backend.train([batch], honest)
+    twin.train([batch], honest)
 
-    def raising(logp: Tensor, batch: Batch) -> TokenLoss:
+    def raising(output: Tensor, batch: Batch) -> TokenLoss:
         if batch.num_tokens < 60:
             raise ZeroDivisionError
-        return cross_entropy(logp, batch)
+        return honest(output, batch)
 
     for loss in FAULTY:
         metrics = backend.train([batch], loss)[0]
@@ -252,9 +327,9 @@ def test_an_update_without_weight_or_with_a_broken_loss_is_no_update(models: dic
         batch.with_fields(loss_mask=torch.zeros(batch.num_tokens, dtype=torch.bool)),
         select(batch, []),
     ):
-        metrics = backend.train([nothing], ppo_clip)[0]
+        metrics = backend.train([nothing], honest)[0]
         assert (metrics["skipped"], metrics["nonfinite"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0, 0.0)
-    assert backend.train([batch], ppo_clip) == twin.train([batch], ppo_clip), "skipped updates do not count"
+    assert backend.train([batch], honest) == twin.train([batch], honest), "skipped updates do not count"
     for (name, tensor), (_, expected) in zip(backend.weights(), twin.weights(), strict=True):
         assert torch.equal(tensor, expected), name
 
@@ -274,15 +349,16 @@ def test_a_new_schedule_starts_with_a_fresh_optimizer(models: dict[str, Path], m
         assert torch.equal(tensor, expected), name
 
 
-def test_the_same_seed_twice_is_bit_identical_also_through_host_memory(models: dict[str, Path], make: Make) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_the_same_seed_twice_is_bit_identical_also_through_host_memory(head: Head, models: dict[str, Path], make: Make) -> None:
     results = []
     for moves in (False, True):
-        backend = make(models["gpt2"], micro_batch_tokens=40)
+        backend = make(models["gpt2"], micro_batch_tokens=40, head=head)
         for seed in range(2):
             if moves:
                 backend.to("host")
                 backend.to("device")
-            backend.train([make_batch(seed)], ppo_clip)
+            backend.train([make_batch(seed)], LOSSES[head])
         results.append(weights_of(backend))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
@@ -320,6 +396,41 @@ def test_weights_and_export_speak_the_language_of_hugging_face(name: str, models
     assert replaced == new
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_language_model_becomes_a_classifier(name: str, dtype: str, models: dict[str, Path], make: Make, tmp_path: Path) -> None:
+    """With a score of zeros; exported, it is what transformers and the reward `reward_model` read, and what training goes on from."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    batch = make_batch()
+    backend = make(models[name], dtype=dtype, head="scalar", reads="through")
+    assert not backend.values(batch).any()
+    body = load_file(models[name] / "model.safetensors")
+    sent = weights_of(backend)
+    assert set(sent) == {*(key for key in body if key != "lm_head.weight"), "score.weight"}
+    assert all(torch.equal(sent[key], body[key].to(sent[key].dtype)) for key in sent if key != "score.weight")
+
+    backend.train([make_batch(seed) for seed in range(3)], LOSSES["scalar"])
+    expected = backend.values(batch)
+    assert expected.any()
+    target = tmp_path / "model"
+    backend.export(target)
+    config = AutoConfig.from_pretrained(target)
+    assert config.num_labels == 1
+    assert config.architectures == [type(AutoModelForSequenceClassification.from_config(config)).__name__]
+    again = make(target, dtype=dtype, head="scalar", reads="through")
+    assert set(weights_of(again)) == set(sent)
+    tolerance = 1e-5 if dtype == "float32" else 0.02
+    torch.testing.assert_close(again.values(batch), expected, rtol=0, atol=tolerance)
+
+    classifier = Classifier(target, device="cpu", dtype="float32")
+    bounds = batch.offsets.tolist()
+    for start, end in pairwise(bounds):
+        if batch.loss_mask[end - 1]:  # the score of a text is its value at the last token
+            (score,) = classifier._forward([batch.token_ids[start:end].tolist()])
+            assert score == pytest.approx(float(expected[end - 1]), abs=tolerance)
+
+
 def test_a_sliding_window_is_obeyed(models: dict[str, Path], make: Make, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -348,14 +459,32 @@ def test_models_that_cannot_be_trained_are_refused(models: dict[str, Path], make
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         with pytest.raises(ModelError, match=message):
             make(tmp_path / name)
-    partial = tmp_path / "partial"
-    partial.mkdir()
-    (partial / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
-    tensors = load_file(models["llama"] / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks weights.*model\.norm\.weight"):
-        make(partial)
+    for name, missing, head in (
+        ("llama", "model.norm.weight", "lm"),
+        ("llama", "model.norm.weight", "scalar"),
+        ("llama_scalar", "score.weight", "scalar"),
+    ):
+        incomplete = tmp_path / f"{name} without {missing} for {head}"
+        incomplete.mkdir()
+        (incomplete / "config.json").write_bytes((models[name] / "config.json").read_bytes())
+        tensors = load_file(models[name] / "model.safetensors")
+        del tensors[missing]
+        save_file(tensors, incomplete / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=rf"lacks weights of its model: {missing}"):
+            make(incomplete, head=head)
+
+
+def test_a_scalar_head_is_refused_where_there_is_none(models: dict[str, Path], make: Make, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, BertConfig
+
+    AutoModelForSequenceClassification.from_pretrained(models["llama"], num_labels=3).save_pretrained(tmp_path / "three")
+    with pytest.raises(ModelError, match="classifier with 3 labels; one with a single label, or a causal language model"):
+        make(tmp_path / "three", head="scalar")
+    encoder = BertConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    encoder.num_labels = 1
+    AutoModelForSequenceClassification.from_config(encoder).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(ModelError, match="no linear layer named `score`"):
+        make(tmp_path / "encoder", head="scalar")
 
 
 def shards_of(update: Batch, number: int) -> list[list[int]]:
@@ -368,6 +497,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"name": "llama", "micro_batch_tokens": 30},
     "accumulating": {"name": "qwen2", "micro_batch_tokens": 30, "reduce_every_pass": False, "reshard_after_forward": False},
     "checkpointing": {"name": "gpt2", "gradient_checkpointing": True},
+    "scalar": {"name": "llama_scalar", "micro_batch_tokens": 30, "head": "scalar"},
 }
 
 
@@ -381,16 +511,18 @@ def as_rank(rank: int, kind: str, root: Path, ports: list[str]) -> None:
         backend = make_backend(kind, root / options.pop("name"), place, **options)
         updates = [make_batch(seed) for seed in range(3)]
         shards = [select(update, shards_of(update, number)[rank]) for number, update in enumerate(updates)]
-        tensors[f"{variant}/before"] = backend.logprobs(shards[1])
-        seen[variant] = backend.train(shards[:2], ppo_clip)
-        poisoned = shards[0].with_fields(advantages=torch.full_like(shards[0].weight, torch.nan if rank == 1 else 1.0))
-        skipped = backend.train([poisoned], ppo_clip)[0]
+        loss = LOSSES[backend.head]
+        tensors[f"{variant}/before"] = outputs(backend, shards[1])
+        seen[variant] = backend.train(shards[:2], loss)
+        poison = torch.full_like(shards[0].weight, torch.nan if rank == 1 else 1.0)
+        skipped = backend.train([shards[0].with_fields(advantages=poison, returns=poison)], loss)[0]
         seen[f"{variant}/skipped"] = [skipped["skipped"], skipped["nonfinite"]]
-        seen[variant] += backend.train(shards[2:], ppo_clip)
+        seen[variant] += backend.train(shards[2:], loss)
         backend.to("host")
         backend.to("device")
-        tensors[f"{variant}/empty"] = backend.logprobs(shards[2])
+        tensors[f"{variant}/empty"] = outputs(backend, shards[2])
         tensors |= {f"{variant}/weights/{name}": tensor.clone() for name, tensor in backend.weights()}
+        backend.save(backend.snapshot(), root / "saved" / variant)
         backend.export(root / "exported" / variant)
         assert (root / "exported" / variant / "config.json").exists(), "no rank returns before the export is there"
         try:
@@ -437,20 +569,23 @@ def test_two_ranks_are_one(kind: str, tmp_path: Path) -> None:
     for variant, options in VARIANTS.items():
         assert seen[0][f"{variant}/skipped"] == [1.0, 1.0]
         assert seen[0][f"{variant}/refused"]
-        backend = make_backend(kind, models[options["name"]])
+        head: Head = options.get("head", "lm")
+        backend = make_backend(kind, models[options["name"]], head=head)
         for rank, indices in enumerate(shards_of(updates[1], 1)):
-            expected = backend.logprobs(select(updates[1], indices))
+            expected = outputs(backend, select(updates[1], indices))
             torch.testing.assert_close(tensors[rank][f"{variant}/before"], expected, rtol=0, atol=1e-5)
         assert tensors[1][f"{variant}/empty"].shape == (0,)
-        for got, metrics in zip(seen[0][variant], backend.train(updates, ppo_clip), strict=True):
+        for got, metrics in zip(seen[0][variant], backend.train(updates, LOSSES[head]), strict=True):
             assert got == pytest.approx(metrics, rel=1e-3, abs=1e-6)
-        torch.testing.assert_close(tensors[0][f"{variant}/empty"], backend.logprobs(updates[2]), rtol=0, atol=1e-3)
+        torch.testing.assert_close(tensors[0][f"{variant}/empty"], outputs(backend, updates[2]), rtol=0, atol=1e-3)
         exported = load_file(tmp_path / "exported" / variant / "model.safetensors")
         for name, expected in backend.weights():
             whole = tensors[0][f"{variant}/weights/{name}"]
             assert torch.equal(whole, tensors[1][f"{variant}/weights/{name}"])
             assert torch.equal(whole, exported[name])
             torch.testing.assert_close(whole, expected, rtol=0, atol=LR * 0.02)
+        backend.load(tmp_path / "saved" / variant)
+        assert all(torch.equal(tensor, exported[name]) for name, tensor in backend.weights())
         backend.close()
 
 

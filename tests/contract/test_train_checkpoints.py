@@ -21,11 +21,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_train_backends import FAULTY, LR, VOCABULARY, make_backend, make_batch, run_two_ranks, shards_of, weights_of
+from test_train_backends import FAULTY, LOSSES, LR, VOCABULARY, make_backend, make_batch, run_two_ranks, shards_of, weights_of
 from torch import Tensor
 
 from drumroll.algo.loss import ppo_clip
-from drumroll.backends.train.base import TrainBackend
+from drumroll.backends.train.base import Head, TrainBackend
 from drumroll.backends.train.shards import Extent, RankState, Shards, export_folder, write_rank
 from drumroll.errors import CheckpointError, ModelError, RunFolderError
 from drumroll.registry import REGISTRY
@@ -57,35 +57,45 @@ def assert_same_state(got: RankState, expected: RankState) -> None:
     assert_same(got.rng, expected.rng)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("qwen2", "float32"), ("gpt2", "float32"), ("llama", "bfloat16")])
-def test_a_loaded_state_goes_on_bit_for_bit(name: str, dtype: str, models: dict[str, Path], make: Make, tmp_path: Path) -> None:
-    backend = make(models[name], dtype=dtype, **DECAY)
+@pytest.mark.parametrize(
+    ("name", "dtype", "head"),
+    [
+        ("qwen2", "float32", "lm"),
+        ("gpt2", "float32", "lm"),
+        ("llama", "bfloat16", "lm"),
+        ("qwen2", "float32", "scalar"),
+        ("gpt2_scalar", "bfloat16", "scalar"),
+    ],
+)
+def test_a_loaded_state_goes_on_bit_for_bit(name: str, dtype: str, head: Head, models: dict[str, Path], make: Make, tmp_path: Path) -> None:
+    loss = LOSSES[head]
+    backend = make(models[name], dtype=dtype, head=head, **DECAY)
     backend.save(backend.snapshot(), tmp_path / "start")
-    backend.train([make_batch(0), make_batch(1)], ppo_clip)
+    backend.train([make_batch(0), make_batch(1)], loss)
     torch.rand(5)  # so that the generator is not where every backend starts
     here = backend.snapshot()
     expected_draw = torch.rand(3)
     at_save = weights_of(backend)
-    metrics = backend.train([make_batch(2)], ppo_clip)
+    metrics = backend.train([make_batch(2)], loss)
     saving = threading.Thread(target=backend.save, args=(here, tmp_path / "here"))
     saving.start()
-    metrics += backend.train([make_batch(3)], ppo_clip)
+    metrics += backend.train([make_batch(3)], loss)
     saving.join()
     end = weights_of(backend)
     stem = "rank-00000-of-00001"
     for folder in ("start", "here"):
         assert sorted(path.name for path in (tmp_path / folder).iterdir()) == [f"{stem}.json", f"{stem}.safetensors"]
 
-    fresh = make(models[name], dtype=dtype, weight_decay=0.1)
+    fresh = make(models[name], dtype=dtype, head=head, weight_decay=0.1)
     fresh.load(tmp_path / "here")
     assert_same_state(fresh.snapshot(), here)
     assert torch.equal(torch.rand(3), expected_draw), "random states"
     assert_same(weights_of(fresh), at_save)
-    assert fresh.train([make_batch(2), make_batch(3)], ppo_clip) == metrics
+    assert fresh.train([make_batch(2), make_batch(3)], loss) == metrics
     assert_same(weights_of(fresh), end)
 
     fresh.load(tmp_path / "start")
-    fresh.train([make_batch(seed) for seed in range(4)], ppo_clip)
+    fresh.train([make_batch(seed) for seed in range(4)], loss)
     assert_same(weights_of(fresh), end)
 
 
@@ -257,6 +267,9 @@ def test_damaged_incomplete_and_foreign_states_are_refused(models: dict[str, Pat
     with pytest.raises(CheckpointError, match=r"state of another model: 'lm_head\.weight' has shape \(40, 32\) there and nothing in"):
         other.load(tmp_path / "good")
     assert_same_state(other.snapshot(), before)
+    critic = make(models["llama"], head="scalar")
+    with pytest.raises(CheckpointError, match=r"state of another model: 'lm_head\.weight'"):
+        critic.load(tmp_path / "good")
     after = backend.train([make_batch(1)], ppo_clip)
     backend.load(tmp_path / "good")
     assert backend.train([make_batch(1)], ppo_clip) == after, "a refused state leaves everything as it was"

@@ -81,7 +81,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "misspelt section": ({"traner": {"lr": 1e-3}}, ["`traner`: unknown key. Did you mean 'trainer'?"]),
     "wrong type": ({"rollout": {"group_size": "many"}}, ["`rollout.group_size`: got 'many' (str), expected a valid integer"]),
     "out of range": ({"trainer": {"lr": -1}}, ["`trainer.lr`: got -1 (int), expected greater than 0."]),
-    "unknown pipeline": ({"pipeline": "rll"}, ["`pipeline`: got 'rll' (str), expected one of rl, sft. Did you mean 'rl'?"]),
+    "unknown pipeline": ({"pipeline": "rll"}, ["`pipeline`: got 'rll' (str), expected one of rl, sft, preference. Did you mean 'rl'?"]),
     "unknown reward": (
         {"rewards": ["exact_mach"]},
         ["`rewards.0.kind`: no reward named 'exact_mach'. Did you mean 'exact_match'?", "contains_word", "`plugins`"],

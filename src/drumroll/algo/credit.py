@@ -7,28 +7,41 @@ last turn.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from drumroll.algo.advantage import group_mean, group_std, group_varies, grpo
+from drumroll.algo.advantage import grpo, standardised
+from drumroll.algo.segments import turn_rewards
+from drumroll.config.models import Fraction, NonNegativeFloat
 from drumroll.registry import register
 from drumroll.types import Batch, Turns
 
 
 @register.advantage("step_level")
-def step_level(batch: Batch, *, discount: float = 1.0, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+def step_level(batch: Batch, *, discount: Fraction = 1.0, scale_by_std: bool = True, eps: PositiveFloat = 1e-6) -> Tensor:
     """One advantage per turn, [T]: its discounted return, compared with those of all turns of the group."""
     turns = _turns(batch)
-    return over_tokens(_standardised(returns(turns, discount), batch.group_index[turns.trajectory], scale_by_std, eps), turns, batch)
+    return_M, group_M = returns(turns, discount), batch.group_index[turns.trajectory]
+    return over_tokens(standardised(return_M, group_M, scale_by_std=scale_by_std, eps=eps), turns, batch)
 
 
-@register.advantage("gigpo")
-def gigpo(batch: Batch, *, discount: float = 0.95, step_weight: float = 1.0, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+@register.advantage("gigpo", needs=("groups",))
+def gigpo(
+    batch: Batch,
+    *,
+    discount: Fraction = 0.95,
+    step_weight: NonNegativeFloat = 1.0,
+    scale_by_std: bool = True,
+    eps: PositiveFloat = 1e-6,
+) -> Tensor:
     """GiGPO (arXiv 2505.10978), [T]: GRPO's advantage of the episode plus `step_weight` × that of the turn, whose discounted return is
     compared with those of the group's turns in the same state; a state that occurs once gives 0."""
     turns = _turns(batch)
     episode_N = grpo(batch, scale_by_std=scale_by_std, eps=eps)
-    step_M = _standardised(returns(turns, discount), turns.state, scale_by_std, eps)
+    step_M = standardised(returns(turns, discount), turns.state, scale_by_std=scale_by_std, eps=eps)
     return over_tokens(episode_N[turns.trajectory] + step_weight * step_M, turns, batch)
 
 
@@ -53,14 +66,7 @@ def over_tokens(value_M: Tensor, turns: Turns, batch: Batch) -> Tensor:
     return torch.cat([value_M.new_zeros(1), value_M])[turn_T]
 
 
-def _standardised(value_M: Tensor, group_M: Tensor, scale_by_std: bool, eps: float) -> Tensor:
-    """Minus the mean of the group, over its standard deviation; 0 where all are equal."""
-    centred_M = value_M - group_mean(value_M, group_M)
-    if scale_by_std:
-        centred_M = centred_M / (group_std(value_M, group_M) + eps)
-    return centred_M.masked_fill(~group_varies(value_M, group_M), 0.0)
-
-
 def _turns(batch: Batch) -> Turns:
+    """The batch's turns, each with what its single tokens earned."""
     assert batch.turns is not None, "credit for turns is given before the batch is divided"
-    return batch.turns
+    return replace(batch.turns, rewards=turn_rewards(batch, batch.turns))

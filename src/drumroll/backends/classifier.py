@@ -89,10 +89,7 @@ class Classifier:
         return score
 
     def _encode(self, messages: Sequence[Message] | str) -> list[int]:
-        if isinstance(messages, str):
-            ids = list(self.tokenizer.hf(messages)["input_ids"])
-            return ids[1:] if ids[:2] == [self.tokenizer.hf.bos_token_id] * 2 else ids  # the text may begin with that token already
-        return messages_to_ids(self.tokenizer, self._defuse(list(messages)), add_generation_prompt=False)
+        return subject_ids(self.tokenizer, self._defuse, messages)
 
     def _check(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -149,6 +146,14 @@ class Classifier:
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
         scores: list[float] = self.model(input_ids=token_ids, attention_mask=mask).logits[:, 0].float().tolist()
         return scores
+
+
+def subject_ids(tokenizer: Tokenizer, defuse: Defuser, subject: Sequence[Message] | str) -> list[int]:
+    """Tokens that a reward model scores, and that one is trained on: of a conversation, or of a text."""
+    if isinstance(subject, str):
+        ids = list(tokenizer.hf(subject)["input_ids"])
+        return ids[1:] if ids[:2] == [tokenizer.hf.bos_token_id] * 2 else ids  # the text may begin with that token already
+    return messages_to_ids(tokenizer, defuse(list(subject)), add_generation_prompt=False)
 
 
 def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

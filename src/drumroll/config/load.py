@@ -12,11 +12,11 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from drumroll.config.models import RlConfig, RunConfig, SftRunConfig, VariantOf
+from drumroll.config.models import PreferenceRunConfig, RlConfig, RunConfig, SftRunConfig, VariantOf
 from drumroll.errors import ConfigError, PluginError
 from drumroll.registry import REGISTRY, Variant, import_plugin, nearest
 
-PIPELINES: dict[str, type[RunConfig]] = {"rl": RlConfig, "sft": SftRunConfig}
+PIPELINES: dict[str, type[RunConfig]] = {"rl": RlConfig, "sft": SftRunConfig, "preference": PreferenceRunConfig}
 
 
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfig:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from drumroll.errors import PluginError
@@ -16,6 +16,26 @@ from drumroll.types import Sampling, Schedule
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+def _rising(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not bounds[0] < bounds[1]:
+        raise ValueError(f"got [{bounds[0]:g}, {bounds[1]:g}], expected the smaller bound first, and a larger one")
+    return bounds
+
+
+def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not bounds[0] <= 1.0 <= bounds[1]:
+        raise ValueError(f"got [{bounds[0]:g}, {bounds[1]:g}], expected bounds around 1, the ratio of what needs no correction")
+    return bounds
+
+
+Bounds = Annotated[tuple[float, float], AfterValidator(_rising)]
+"""The smallest and the largest value, for example `[-5, 5]`."""
+RateBounds = Annotated[tuple[Fraction, Fraction], AfterValidator(_rising)]
+"""The smallest and the largest share, for example `[0.1, 0.9]`."""
+RatioBounds = Annotated[tuple[NonNegativeFloat, NonNegativeFloat], AfterValidator(_rising), AfterValidator(_around_one)]
+"""The smallest and the largest ratio of two probabilities, for example `[0.5, 2]`."""
 
 
 class VariantOf:
@@ -285,13 +305,62 @@ class CorrectionConfig(Variant):
     """Base of the options of every off-policy correction."""
 
 
+class AdaptiveKlConfig(Options):
+    """A coefficient that grows while the policy is too far from the reference and shrinks while it is too near."""
+
+    target: PositiveFloat
+    """Mean KL per token to be held, by `kl.estimator`."""
+    horizon: PositiveInt = 10_000
+    """Trajectories over which the coefficient changes by about a fifth."""
+
+
 class KlConfig(Options):
     """A pull towards the reference model."""
 
     coef: PositiveFloat
-    """Weight of the KL term in the loss."""
+    """Weight of the KL; with `adaptive` the one to begin with."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1: log-ratio; k2: half its square; k3: the unbiased positive one."""
+    applied_to: Literal["loss", "reward"] = "loss"
+    """loss: a term of every token's loss; reward: every token's KL is taken off the rewards before advantages are computed."""
+    adaptive: AdaptiveKlConfig | None = None
+    """Change the coefficient from step to step."""
+
+
+class ScalingConfig(Options):
+    """Values on a common scale."""
+
+    normalise: Literal["batch", "group", "running"] | None = None
+    """Divide by the standard deviation of the step, of each group, or of the run so far."""
+    subtract_mean: bool = True
+    """Subtract the mean of the same values first."""
+    clip: Bounds | None = None
+    """Hold the values within these bounds afterwards."""
+
+    @model_validator(mode="after")
+    def does_something(self) -> ScalingConfig:
+        if self.normalise is None and self.clip is None:
+            raise ValueError("neither `normalise` nor `clip` is set, so that nothing is scaled: set one, or leave the section out")
+        return self
+
+
+class MasksConfig(Options):
+    """What does not count although the policy sampled it. It is still compared with: rewards of masked trajectories are part of what
+    their group is measured by."""
+
+    cut_off: bool = False
+    """Trajectories that ended because their budget of tokens was spent do not count."""
+    longer_than: PositiveInt | None = None
+    """Trajectories with more sampled tokens than this do not count."""
+    success_rate: RateBounds | None = None
+    """Groups whose success rate is outside do not count. Where nobody states success, the mean reward counts, held between 0 and 1."""
+    token_staleness: NonNegativeInt | None = None
+    """Tokens of weights that are more versions old than this do not count."""
+    trajectory_staleness: NonNegativeInt | None = None
+    """Trajectories with a token of weights that are more versions old than this do not count."""
+    sequence_ratio: RatioBounds | None = None
+    """Trajectories that the weights before the step's first update find too much more or less likely than the weights that sampled them
+    do not count: those whose ratio of probabilities, as the geometric mean over their tokens, is outside."""
 
 
 class ScheduleOptions(Options):
@@ -414,16 +483,32 @@ class AlgoConfig(Options):
 
     advantage: AdvantageChoice = Field(default={"kind": "grpo"}, validate_default=True)
     loss: LossChoice = Field(default={"kind": "ppo_clip"}, validate_default=True)
-    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
-    """token_mean: every token of the update counts the same; sequence_mean: every trajectory; constant_length: tokens are
-    divided by trajectories times `rollout.sampling.max_new_tokens`, so that length changes nothing."""
+    aggregation: Literal["token_mean", "sequence_mean", "group_mean", "constant_length"] = "token_mean"
+    """token_mean: every token of the update counts the same; sequence_mean: every trajectory; group_mean: every group, and the tokens in
+    it; constant_length: tokens are divided by trajectories times `rollout.sampling.max_new_tokens`, so that length changes nothing."""
     kl: KlConfig | None = None
+    entropy_coef: PositiveFloat | None = None
+    """Weight of an entropy bonus: the loss of every token less this many times the entropy of the distribution it was drawn from."""
     correction: CorrectionChoice | None = None
     """What makes up for tokens that were sampled by other weights than the ones being trained."""
+    reward_scaling: ScalingConfig | None = None
+    """Rewards of trajectories on a common scale, before a KL is taken off them."""
+    advantage_scaling: ScalingConfig | None = None
+    """Advantages of tokens on a common scale."""
+    masks: MasksConfig = MasksConfig()
     updates_per_step: PositiveInt = 1
     """Optimizer updates that each step's trajectories are divided into."""
     epochs_per_step: PositiveInt = 1
     """Passes over each step's trajectories."""
+
+    @model_validator(mode="after")
+    def corrected_once(self) -> AlgoConfig:
+        if self.loss.kind == "topr" and self.correction is not None and self.correction.kind != "none":
+            raise ValueError(
+                f"`algo.loss.kind` topr weighs trajectories by the weights that sampled them, and `algo.correction.kind` "
+                f"{self.correction.kind} would do so again: use `algo.correction: {{kind: none}}`"
+            )
+        return self
 
 
 class SftConfig(ScheduleOptions):
@@ -447,6 +532,74 @@ class WarmupConfig(SftConfig):
 
     compare: bool = False
     """After RL, go back to the warmed-up weights, spend RL's compute on more of the same demonstrations, and report both."""
+
+
+class CriticConfig(ScheduleOptions):
+    """The critic of an advantage that needs values, such as `gae`. Its learning rate is its own; for the rest it is trained as `trainer`
+    says, in the updates of the policy."""
+
+    path: str | None = None
+    """Folder or hub id of what it starts from, a language model or a reward model with the tokens of `model`; the weights that the policy
+    has when RL begins otherwise."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the beginning of RL in which only the critic learns."""
+    value_clip: PositiveFloat | None = 0.2
+    """An update gains nothing from moving a value further than this from what it was before the step; null: no limit."""
+    lam: Fraction | None = None
+    """λ of the returns that it learns, where it is not that of the advantage: 1 for the rewards that really followed."""
+
+
+class PreferenceConfig(Variant, ScheduleOptions):
+    """Learning from preferences: rows with a prompt, a `chosen` and a `rejected` reply; for `kto` also with a `completion` and a `label`.
+    The options of each kind stand beside these."""
+
+    data: SourceConfig
+    """The rows. Without a prompt column, both replies hold the whole conversation."""
+    heldout: SourceConfig | None = None
+    """Rows whose loss and accuracy are reported, before and after training, and that are never trained on."""
+    chosen_field: str = "chosen"
+    """Column with the reply that was preferred: text, or chat messages."""
+    rejected_field: str = "rejected"
+    """Column with the other one."""
+    completion_field: str = "completion"
+    """Of rows without pairs, for `kto`: column with the reply."""
+    label_field: str = "label"
+    """Of rows without pairs, for `kto`: column that says whether the reply is wanted."""
+    margin_field: str | None = None
+    """Of pairs: column with a number, by how much more the chosen one is to be ahead."""
+    end_token: bool = True
+    """Replies end with the model's end token. A reward model always sees them as the reward `reward_model` shows them, without."""
+    steps: PositiveInt = 100
+    """Optimizer updates."""
+    batch_size: PositiveInt = 64
+    """Pairs, or replies without a partner, in one update."""
+    eval_every: NonNegativeInt = 0
+    """Updates between evaluations on the held-out rows; 0: only before and after."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What its loss needs: `pairs`, `ref_logp`, `reference_point`, `scores`."""
+        return REGISTRY.lookup("preference_loss", self.kind).needs
+
+    @model_validator(mode="after")
+    def options_fit(self) -> PreferenceConfig:
+        if self.eval_every and self.heldout is None:
+            raise ValueError("`eval_every` is set but `heldout` names no rows to evaluate on")
+        if self.margin_field is not None and "pairs" not in self.needs:
+            raise ValueError(f"`margin_field` is set but `kind: {self.kind}` compares no pairs, so that there is no margin between two")
+        if self.batch_size < 2 and "reference_point" in self.needs:
+            raise ValueError(
+                f"`batch_size` is {self.batch_size}; `kind: {self.kind}` compares each reply with replies to other prompts of its "
+                f"update: at least 2 were expected"
+            )
+        return self
+
+
+PreferenceChoice = Annotated[SerializeAsAny[PreferenceConfig], VariantOf("preference_loss")]
 
 
 class EvalConfig(Options):
@@ -489,7 +642,7 @@ class CheckpointConfig(Options):
     """Checkpoints, from which `drumroll resume` goes on. Training pauses only for a copy to memory."""
 
     every: NonNegativeInt = 0
-    """Steps of RL (in the `sft` pipeline: updates) between checkpoints; 0: by time alone."""
+    """Steps of RL (in the `sft` and `preference` pipelines: updates) between checkpoints; 0: by time alone."""
     every_s: PositiveFloat = 600.0
     """A checkpoint is also written when the last one is this old."""
     root: str | None = None
@@ -578,6 +731,14 @@ class SftRunConfig(RunConfig):
     """Demonstrations whose loss is reported and never trained on."""
 
 
+class PreferenceRunConfig(RunConfig):
+    """The `preference` pipeline: learn which of two replies is better, as a policy (DPO, IPO, KTO, SimPO) or as a reward model."""
+
+    pipeline: Literal["preference"]
+    """Which pipeline runs."""
+    preference: PreferenceChoice
+
+
 class RlConfig(RunConfig):
     """The `rl` pipeline: roll out, score, learn, hand the new weights over."""
 
@@ -594,6 +755,8 @@ class RlConfig(RunConfig):
     """Processes that compute the rewards that are pooled; where these have devices, there are as many as devices."""
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    critic: CriticConfig | None = None
+    """There exactly where an advantage needs values."""
     engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)
     warmup: WarmupConfig | None = None
     eval: EvalConfig = EvalConfig()
@@ -614,6 +777,30 @@ class RlConfig(RunConfig):
         if self.deterministic and any(domain.curriculum and domain.filters for domain in self.mixture.values()):
             raise ValueError(
                 "`deterministic`: with both `curriculum` and filters it depends on timing what is known of a task when another is drawn"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def critic_fits(self) -> RlConfig:
+        parts = {name: getattr(self.algo, name) for name in ("advantage", "loss", "correction")}
+        kinds = {f"`algo.{name}.kind`": part.kind for name, part in parts.items() if part is not None}
+        needy = [key for key, kind in kinds.items() if "values" in REGISTRY.lookup(key.split(".")[1], kind).needs]
+        if needy and self.critic is None:
+            raise ValueError(
+                f"{needy[0]} is {kinds[needy[0]]}, which needs the values of a critic, and there is no section `critic`: add one, for "
+                f"example `critic: {{lr: 1e-5}}`"
+            )
+        if self.critic is None:
+            return self
+        if not needy:
+            raise ValueError(
+                f"there is a section `critic`, but nothing needs its values: `algo.advantage.kind` is {self.algo.advantage.kind}. Leave "
+                f"`critic` out, or choose an advantage that learns from one, such as gae"
+            )
+        if self.critic.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"`critic.warmup_steps` is {self.critic.warmup_steps}, so that none of the {self.max_steps} steps (`max_steps`) is left "
+                f"for the policy to learn"
             )
         return self
 
@@ -680,6 +867,8 @@ class RlConfig(RunConfig):
                 f"`rollout.max_staleness` is {self.rollout.max_staleness}, so older weights sample some of the tokens: say how that is "
                 f"made up for, by `algo.correction: {{kind: truncated_is}}`, or `{{kind: none}}` to do without"
             )
+        self._check_groups()
+        self._check_staleness_masks()
         samples = self.rollout.groups_per_step * self.rollout.group_size
         if self.algo.updates_per_step > samples:
             raise ValueError(
@@ -687,3 +876,37 @@ class RlConfig(RunConfig):
                 f"(`rollout.groups_per_step` × `rollout.group_size`)"
             )
         return self
+
+    def _check_groups(self) -> None:
+        """What the advantage compares must be there."""
+        kind, rollout = self.algo.advantage.kind, self.rollout
+        if rollout.group_size == 1 and "groups" in REGISTRY.lookup("advantage", kind).needs:
+            raise ValueError(
+                f"`algo.advantage.kind` {kind} compares the members of a group, and `rollout.group_size` is 1: there would be nothing to "
+                f"learn. Use a larger group, or an advantage that compares over the batch, such as reinforce or reinforce_pp"
+            )
+        if self.algo.reward_scaling and self.algo.reward_scaling.normalise == "group" and rollout.group_size == 1:
+            raise ValueError("`algo.reward_scaling.normalise` is group, and with `rollout.group_size` 1 every reward would become 0")
+        greedy = [name for name, domain in self.mixture.items() if domain.sampling.temperature == 0]
+        if not greedy and not rollout.extra_samples:
+            return
+        if "greedy" in REGISTRY.lookup("advantage", kind).needs:
+            if greedy:
+                where = "rollout" if greedy[0] == ANY else f"domains.{greedy[0]}"
+                raise ValueError(
+                    f"`algo.advantage.kind` {kind} compares samples with a greedy one, which is not trained on, and with "
+                    f"`{where}.sampling.temperature` 0 all of them are greedy: no token would be left for the loss"
+                )
+            raise ValueError(
+                f"`algo.advantage.kind` {kind} compares samples with a greedy one, which `rollout.extra_samples` may abort: set it to 0"
+            )
+
+    def _check_staleness_masks(self) -> None:
+        """Refuses a limit of age that nothing can exceed."""
+        for name in ("token_staleness", "trajectory_staleness"):
+            limit = getattr(self.algo.masks, name)
+            if limit is not None and limit >= self.rollout.max_staleness:
+                raise ValueError(
+                    f"`algo.masks.{name}` is {limit}, but `rollout.max_staleness` is {self.rollout.max_staleness}, so that nothing older "
+                    f"is ever trained on: make it smaller, or leave it out"
+                )

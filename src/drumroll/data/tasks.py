@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumroll.config.models import ANY, SourceConfig
+from drumroll.data.columns import prompt_of, reply_of, require_columns, short
 from drumroll.data.rows import Row, read_rows
 from drumroll.errors import DataError
 from drumroll.registry import nearest
@@ -44,11 +45,11 @@ def load_tasks(source: SourceConfig, *, split_label: str, needs: Mapping[str, Ne
         place = f"'{source.path}', {where}" if source.path else where
         domain = _domain(row, source.domain, needs, place)
         needed = needs.get(domain, needs.get(ANY, Needs()))
-        _require(row, dict.fromkeys(needed.columns, ""), place)
+        require_columns(row, dict.fromkeys(needed.columns, ""), place)
         if source.id_field is not None:
-            _require(row, {source.id_field: "id_field"}, place)
+            require_columns(row, {source.id_field: "id_field"}, place)
         if needed.prompt:
-            _require(row, {source.prompt_field: "prompt_field"}, place)
+            require_columns(row, {source.prompt_field: "prompt_field"}, place)
         default_id = f"{split_label}-{number if source.seeds is None else row['seed']}"
         task_id = default_id if source.id_field is None else _id(row[source.id_field], source.id_field, place)
         if task_id in tasks:
@@ -56,7 +57,7 @@ def load_tasks(source: SourceConfig, *, split_label: str, needs: Mapping[str, Ne
                 f"{place}: id '{task_id}' was already used in {tasks[task_id][0]}; column '{source.id_field}' must name each row."
             )
         shown = row.get(source.prompt_field)
-        prompt, messages = _prompt(shown, source.prompt_field, place) if needed.prompt or shown is not None else (None, None)
+        prompt, messages = prompt_of(shown, source.prompt_field, place) if needed.prompt or shown is not None else (None, None)
         tasks[task_id] = where, Task(task_id, prompt, messages, domain, row)
     return [task for _, task in tasks.values()]
 
@@ -77,36 +78,36 @@ def _demonstration(row: Row, source: SourceConfig, completion_field: str, place:
         return Demonstration(tuple(_exchanges(row["turns"], place)), tokens, str(row.get("tokenizer", "")))
     if "messages" in row and source.prompt_field not in row:
         return Demonstration(tuple(_conversation(row["messages"], place)))
-    _require(row, {source.prompt_field: "prompt_field", completion_field: "completion_field"}, place)
-    prompt, messages = _prompt(row[source.prompt_field], source.prompt_field, place)
-    return Demonstration((Exchange(prompt, messages, _reply(row[completion_field], f"{place}: column '{completion_field}'")),))
+    require_columns(row, {source.prompt_field: "prompt_field", completion_field: "completion_field"}, place)
+    prompt, messages = prompt_of(row[source.prompt_field], source.prompt_field, place)
+    return Demonstration((Exchange(prompt, messages, reply_of(row[completion_field], f"{place}: column '{completion_field}'")),))
 
 
 def _exchanges(turns: Any, place: str) -> Iterator[Exchange]:
     """What is shown and what is replied, in turns."""
     if not isinstance(turns, list) or not turns or len(turns) % 2:
-        raise DataError(f"{place}: column 'turns' holds {_short(turns)}; what is shown and replies in turns were expected.")
+        raise DataError(f"{place}: column 'turns' holds {short(turns)}; what is shown and replies in turns were expected.")
     for number in range(0, len(turns), 2):
         shown, replied = turns[number : number + 2]
         where = f"{place}: column 'turns', entry {number}"
         if not isinstance(shown, dict) or len({"prompt", "messages"} & shown.keys()) != 1:
-            raise DataError(f"{where} is {_short(shown)}; what is shown was expected: `prompt` (text) or `messages`.")
+            raise DataError(f"{where} is {short(shown)}; what is shown was expected: `prompt` (text) or `messages`.")
         if not isinstance(replied, dict) or not isinstance(replied.get("reply"), str):  # it may be empty: nothing but the end token
-            raise DataError(f"{place}: column 'turns', entry {number + 1} is {_short(replied)}; a `reply` was expected.")
-        prompt, messages = _prompt(shown.get("prompt", shown.get("messages")), "turns", where)
+            raise DataError(f"{place}: column 'turns', entry {number + 1} is {short(replied)}; a `reply` was expected.")
+        prompt, messages = prompt_of(shown.get("prompt", shown.get("messages")), "turns", where)
         yield Exchange(prompt, messages, replied["reply"], bool(replied.get("imitate", True)))
 
 
 def _conversation(messages: Any, place: str) -> Iterator[Exchange]:
     """A conversation, cut before every message of the assistant."""
-    _, said = _prompt(messages, "messages", place)
+    _, said = prompt_of(messages, "messages", place)
     shown: list[Message] = []
     num_replies = 0
     for message in said or ():
         if message["role"] == "assistant":
             if not shown:
                 raise DataError(f"{place}: column 'messages': two messages of the assistant in a row, or one at the beginning.")
-            yield Exchange(None, tuple(shown), _reply(message.get("content"), f"{place}: column 'messages'"))
+            yield Exchange(None, tuple(shown), reply_of(message.get("content"), f"{place}: column 'messages'"))
             shown, num_replies = [], num_replies + 1
         else:
             shown.append(message)
@@ -114,23 +115,9 @@ def _conversation(messages: Any, place: str) -> Iterator[Exchange]:
         raise DataError(f"{place}: column 'messages' has no message of the assistant: there is nothing to imitate.")
 
 
-def _reply(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise DataError(f"{where} holds {_short(value)}; the text of a reply was expected.")
-    return value
-
-
-def _require(row: Row, columns: Mapping[str, str], place: str) -> None:
-    """Every column must be there; `columns` maps each to the config key that names it, or to nothing."""
-    for column, key in columns.items():
-        if column not in row:
-            advice = f" Name the right one by `{key}`." if key else ""
-            raise DataError(f"{place}: there is no column '{column}'.{nearest(column, row)} Columns: {', '.join(row) or 'none'}.{advice}")
-
-
 def _id(value: Any, column: str, place: str) -> str:
     if not isinstance(value, str | int) or value == "":
-        raise DataError(f"{place}: column '{column}' holds {_short(value)}; an id is text or a whole number.")
+        raise DataError(f"{place}: column '{column}' holds {short(value)}; an id is text or a whole number.")
     return str(value)
 
 
@@ -139,34 +126,10 @@ def _domain(row: Row, default: str, needs: Mapping[str, Needs], place: str) -> s
     if domain is None:
         domain = default
     if not isinstance(domain, str) or not domain:
-        raise DataError(f"{place}: column 'domain' holds {_short(domain)}; a name was expected.")
+        raise DataError(f"{place}: column 'domain' holds {short(domain)}; a name was expected.")
     if domain not in needs and ANY not in needs:
         raise DataError(
             f"{place}: its domain is '{domain}'; {' or '.join(needs)} was expected.{nearest(domain, needs)} A column `domain` in the "
             f"row, or `domain` beside the path, says which it is; `domains` names those that there are."
         )
     return domain
-
-
-def _prompt(value: Any, column: str, place: str) -> tuple[str | None, tuple[Message, ...] | None]:
-    if isinstance(value, str):
-        return value, None
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: column '{column}' holds {_short(value)}; a prompt is text or a list of chat messages.")
-    return None, tuple(_message(message, f"{place}: column '{column}', message {index}") for index, message in enumerate(value))
-
-
-def _message(message: Any, place: str) -> Message:
-    if not isinstance(message, dict):
-        raise DataError(f'{place} is {_short(message)}; an object such as {{"role": "user", "content": "2+2?"}} was expected.')
-    said = {str(key): value for key, value in message.items() if value is not None}  # Parquet gives every message every key
-    if not isinstance(said.get("role"), str) or not said["role"]:
-        raise DataError(f"{place} has no `role`, for example 'user'. Its keys: {', '.join(said) or 'none'}.")
-    if not isinstance(said.get("content"), str | list) and "tool_calls" not in said:
-        raise DataError(f"{place} has no `content`. Its keys: {', '.join(said)}.")
-    return said
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:60]}…" if len(text) > 60 else text

@@ -2,7 +2,7 @@
 
 controller ── scheduler ──► environment workers ──► engines          rollout
      │                              └────────────► reward workers
-     │                              └── blocks ──► assembler ──► trainers, reference     score, update
+     │                              └── blocks ──► assembler ──► trainers, reference, critic     score, update
      │                              └── blocks ──► recorder                              record
      └── trainers ── weights ──► engines                                                 sync
 """
@@ -23,11 +23,12 @@ from drumroll.cluster.cluster import DEADLINE_S, Cluster, Ref
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
 from drumroll.cluster.weights import SyncReport, WeightSync
-from drumroll.config.models import RlConfig, Role, RunConfig, SftConfig, SftRunConfig
-from drumroll.errors import DrumrollError
+from drumroll.config.models import PreferenceRunConfig, RlConfig, Role, RunConfig, SftConfig, SftRunConfig
+from drumroll.errors import DrumrollError, ModelError
+from drumroll.hub import resolve_folder
 from drumroll.life import Departure, Span
 from drumroll.models.prepare import prepare_model, resolve_dtype
-from drumroll.pipelines.job import RlJob, SftJob
+from drumroll.pipelines.job import PreferenceJob, RlJob, SftJob
 from drumroll.plan import Placement, Plan, make_plan
 from drumroll.plan.placement import Helper
 from drumroll.record.folder import RunFolder
@@ -41,8 +42,11 @@ from drumroll.rollout.stream import Policy, Rollout, Stream
 from drumroll.types import Schedule, Version
 
 Metrics = Mapping[str, float]
-Phase = Literal["warmup", "rl", "comparison", "sft"]
-"""What trainers are trained for: demonstrations before RL, RL, demonstrations instead of RL, demonstrations alone."""
+Phase = Literal["warmup", "rl", "comparison", "sft", "preference"]
+"""What trainers are trained for: demonstrations before RL, RL, demonstrations instead of RL, demonstrations alone, preferences."""
+
+TRAINER, CRITIC = "trainer", "critic"
+"""Parts of a checkpoint: the states of those who learn."""
 
 MAX_UNWRITTEN = 4
 """Calls of the recorder that may be under way."""
@@ -57,6 +61,8 @@ class StepBatch:
 
     report: Metrics
     shards: Sequence[Ref]
+    """None in a step in which only the critic learns."""
+    critic_shards: Sequence[Ref] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,11 @@ class Fleet:
         self.environments: Cluster
         self.rewards: Cluster | None = None
         self.reference: Cluster | None = None
+        self.critic: Cluster | None = None
+        self._copied: dict[str, Cluster] = {}
+        """Whose state the last `snapshot` copied, by the part of a checkpoint that it belongs in."""
+        self._critic_state: Path | None = None
+        """Where the critic's state is in the checkpoint that the trainers went to last."""
         self._rollouts: RolloutService
         self._training: Stream | None = None
         self._sync: WeightSync
@@ -111,7 +122,7 @@ class Fleet:
         algo = cfg.algo.model_dump(mode="json")
         self._start_together(
             trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
-            assembler=lambda: self._assembler(algo=algo, constant_length=_longest_reply(cfg)),
+            assembler=lambda: self._assembler(algo=algo, constant_length=_longest_reply(cfg), **self._critic_targets(cfg)),
         )
 
     def start_sft(self, cfg: SftRunConfig) -> None:
@@ -122,8 +133,20 @@ class Fleet:
             assembler=lambda: self._assembler(demonstrations=demonstrations),
         )
 
+    def start_preference(self, cfg: PreferenceRunConfig) -> None:
+        """Trainers, the assembler, and the reference where the loss needs one, side by side."""
+        section = cfg.preference.model_dump(mode="json")
+        source = {"model_folder": str(self._model_folder), "trust_remote_code": cfg.model.trust_remote_code}
+        learner = "drumroll.workers.preference:PreferenceTrainer"
+        beside = {"reference": lambda: self._trainers("reference", self._model_folder, target=learner, preference=section)}
+        self._start_together(
+            trainers=lambda: self._trainers("actor_train", self._model_folder, target=learner, preference=section),
+            assembler=lambda: self._assembler("drumroll.workers.pairs:PairAssembler", preference=section, **source),
+            **(beside if self._plan.workers("reference") else {}),
+        )
+
     def start_rl(self, cfg: RlConfig, stack: ExitStack) -> None:
-        """Everything but the reference, which starts from the warmed-up weights."""
+        """Everything but reference and critic, which start from the warmed-up weights."""
         demonstrations = self._demonstrations(cfg.warmup, cfg) if cfg.warmup else None
         algo = cfg.algo.model_dump(mode="json")
         budget = _longest_reply(cfg)
@@ -132,7 +155,9 @@ class Fleet:
             trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
             engines=lambda: self._engines(cfg),
             environments=lambda: self._environments(cfg),
-            assembler=lambda: self._assembler(demonstrations=demonstrations, algo=algo, constant_length=budget),
+            assembler=lambda: self._assembler(
+                demonstrations=demonstrations, algo=algo, constant_length=budget, **self._critic_targets(cfg)
+            ),
             recorder=lambda: self._helper("recorder", LOCAL, "drumroll.workers.recorder:RecorderWorker", folder=str(self._folder.store)),
             **pooled,
         )
@@ -146,23 +171,40 @@ class Fleet:
         self._rollouts = stack.enter_context(RolloutService(transport, seed=cfg.seed, limits=limits, max_in_flight=rollout.max_in_flight))
         self._sync = WeightSync(self.trainers, self.engines)
 
-    def begin(self, phase: Phase) -> None:
-        """The trainers start a phase: fresh optimizer state, updates counted from 0."""
-        self.trainers.all("begin", self._schedule(phase))
+    def begin(self, phase: Phase, planned: int = 0) -> None:
+        """The trainers start a phase: fresh optimizer state, updates counted from 0. `planned` is the length of a comparison."""
+        self.trainers.all("begin", self._schedule(phase, planned))
 
-    def reschedule(self, phase: Phase) -> None:
-        """The trainers go on in a phase with the learning rate that the config has for it now."""
-        self.trainers.all("reschedule", self._schedule(phase))
+    def reschedule(self, phase: Phase, planned: int = 0) -> None:
+        """Trainers and critic go on in a phase with the learning rate that the config has for it now."""
+        self.trainers.all("reschedule", self._schedule(phase, planned))
+        if self.critic is not None:
+            self.critic.all("reschedule", self._critic_schedule())
 
     def keep_reference(self, cfg: RlConfig) -> None:
-        """The reference, where there is one, will have the weights of this moment."""
-        if cfg.warmup and self._plan.workers("reference"):
+        """Reference and critic, where there are such, will have the weights of this moment."""
+        if cfg.warmup and (self._plan.workers("reference") or self._plan.workers("critic")):
             self.export(self._folder.reference_model)
 
     def start_reference(self, cfg: RlConfig) -> None:
-        """Start the reference, where there is one, from the weights that RL began with."""
+        """Start reference and critic, where there are such, from the weights that RL began with; the critic goes on from the checkpoint
+        that the trainers are at, if it has a state there."""
+        begun_with = self._folder.reference_model if cfg.warmup else self._model_folder
+        launches: dict[str, Callable[[], Cluster]] = {}
         if self._plan.workers("reference"):
-            self.reference = self._trainers("reference", self._folder.reference_model if cfg.warmup else self._model_folder)
+            launches["reference"] = lambda: self._trainers("reference", begun_with)
+        if cfg.critic is not None:
+            options: dict[str, Any] = {"head": "scalar", "value_clip": cfg.critic.value_clip}
+            folder = begun_with
+            if cfg.critic.path is not None:
+                folder = resolve_folder(cfg.critic.path, cfg.critic.revision, "model", ModelError)
+            launches["critic"] = lambda: self._trainers("critic", folder, **options)
+        if launches:
+            self._start_together(**launches)
+        if self.critic is not None:
+            self.critic.all("begin", self._critic_schedule())
+            if self._critic_state is not None:
+                self._load_critic(self._critic_state)
 
     # The verbs of a step.
 
@@ -192,24 +234,37 @@ class Fleet:
         self._rollouts.close(stream)
         return rollout
 
-    def assemble(self, step: int, rollout: Rollout) -> StepBatch:
-        """Pack, score and weigh the step's samples; tokens go from worker to worker and never come here."""
+    def assemble(self, step: int, rollout: Rollout, carried: Metrics) -> StepBatch:
+        """Pack, score and weigh the step's samples; tokens go from worker to worker and never come here. `carried` is what the algorithm
+        kept from the step before; what it keeps from this one is part of the report."""
         assert isinstance(self._cfg, RlConfig)
         accepted = [(sample.sample_id, sample.attempt) for sample in rollout.samples if sample.reward is not None]
         witnesses = {group.group_id: group.witnesses for group in rollout.groups if group.witnesses}
         self.assembler.on(0, "pack", accepted, step - 1, self._cfg.rollout.max_staleness, *rollout.blocks, witnesses=witnesses)
         ref_logp = self._score("reference", self.reference) if self.reference is not None else None
         old_logp = self._score("actor_train", self.trainers) if self._several_updates else None
-        report, *shards = self.assembler.refs(0, 1 + self.trainers.world, "finish", step, ref_logp, old_logp)
+        values = self._score("critic", self.critic, "values") if self.critic is not None else None
+        num_shards, num_critic_shards = self.trainers.world, self.critic.world if self.critic is not None else 0
+        report, *shards = self.assembler.refs(0, 1 + num_shards + num_critic_shards, "finish", step, ref_logp, old_logp, values, carried)
         metrics: dict[str, float] = report.fetch()
-        scored = metrics["batch/num_tokens"] * ((ref_logp is not None) + (old_logp is not None))
-        return StepBatch({**metrics, "batch/num_scored_tokens": scored}, shards)
+        scored = metrics["batch/num_tokens"] * sum(part is not None for part in (ref_logp, old_logp, values))
+        policy_learns = self._cfg.critic is None or step > self._cfg.critic.warmup_steps
+        return StepBatch({**metrics, "batch/num_scored_tokens": scored}, shards[:num_shards] if policy_learns else (), shards[num_shards:])
 
-    def train(self, batch: StepBatch) -> list[Metrics]:
-        """One optimizer update for each part of the step."""
-        with self._arbiter.grant("actor_train"):
-            metrics: list[Metrics] = self.trainers.shards("train", batch.shards)[0]
-            return metrics
+    def train(self, batch: StepBatch) -> tuple[list[Metrics], list[Metrics]]:
+        """One optimizer update of the policy and one of the critic for each part of the step, at the same time where they have devices of
+        their own; nothing of whom does not learn."""
+
+        def learn(role: Role, cluster: Cluster | None, shards: Sequence[Ref]) -> list[Metrics]:
+            if cluster is None or not shards:
+                return []
+            with self._arbiter.grant(role):
+                metrics: list[Metrics] = cluster.shards("train", shards)[0]
+                return metrics
+
+        with ThreadPoolExecutor(1) as aside:
+            critic = aside.submit(learn, "critic", self.critic, batch.critic_shards)
+            return learn("actor_train", self.trainers, batch.shards), critic.result()
 
     def push(self, version: Version) -> SyncReport:
         """Hand the trainers' weights over to every engine, checked and acknowledged."""
@@ -228,13 +283,58 @@ class Fleet:
             metrics: list[Metrics] = self.trainers.shards("imitate", shards)[0]
             return metrics
 
-    def heldout_loss(self) -> float | None:
-        """Mean loss per token of the held-out demonstrations."""
+    def heldout_loss(self) -> Metrics:
+        """Mean loss per token of the held-out demonstrations, where there are some."""
         shards = self.assembler.refs(0, self.trainers.world, "heldout")
         with self._arbiter.grant("actor_train"):
             parts = self.trainers.shards("cross_entropy", shards)
         num_tokens = sum(count for _, count in parts)
-        return sum(total for total, _ in parts) / num_tokens if num_tokens else None
+        return {"heldout_loss": sum(total for total, _ in parts) / num_tokens} if num_tokens else {}
+
+    def prefer(self, first: int, count: int) -> list[Metrics]:
+        """Updates on preferences. Where a loss needs a reference point, which the weights of that moment make, one after the other."""
+        assert isinstance(self._cfg, PreferenceRunConfig)
+        at_once = 1 if "reference_point" in self._cfg.preference.needs else count
+        metrics: list[Metrics] = []
+        for number in range(first, first + count, at_once):
+            self.assembler.on(0, "begin", number, at_once)
+            shards = self._compared(self._cfg)
+            with self._arbiter.grant("actor_train"):
+                metrics += self.trainers.shards("train", shards)[0]
+        return metrics
+
+    def heldout_preferences(self) -> Metrics:
+        """The loss on the held-out rows, and what it reports of them; nothing where there are none."""
+        assert isinstance(self._cfg, PreferenceRunConfig)
+        if self._cfg.preference.heldout is None:
+            return {}
+        self.assembler.on(0, "begin_heldout")
+        shards = self._compared(self._cfg)
+        with self._arbiter.grant("actor_train"):
+            parts: list[Metrics] = self.trainers.shards("judge", shards)
+        totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+        weight = totals.pop("weight")
+        return {f"heldout_{name}": total / weight for name, total in totals.items()}
+
+    def _compared(self, cfg: PreferenceRunConfig) -> list[Ref]:
+        """What the assembler has begun, scored by the reference as far as the loss needs it, a part per trainer rank."""
+        ref_logp = mismatched_logp = mismatched_ref_logp = None
+        if self.reference is not None:
+            ref_logp = self._score_each("reference", self.reference)
+        if "reference_point" in cfg.preference.needs:
+            assert self.reference is not None, "a reference point lies between the policy and its reference"
+            mismatched_logp = self._score_each("actor_train", self.trainers, mismatched=True)
+            mismatched_ref_logp = self._score_each("reference", self.reference, mismatched=True)
+        return self.assembler.refs(0, self.trainers.world, "finish", ref_logp, mismatched_logp, mismatched_ref_logp)
+
+    def _score_each(self, role: Role, cluster: Cluster, *, mismatched: bool = False) -> list[Ref]:
+        """Log-probabilities by one role of every update that the assembler has begun, a part per rank."""
+        shards = self.assembler.refs(0, cluster.world, "shards", cluster.world, mismatched=mismatched)
+        with self._arbiter.grant(role):
+            parts = [cluster.ref(rank, "logprobs_of_each", shard) for rank, shard in enumerate(shards)]
+            for part in parts:
+                part.wait()
+            return parts
 
     def record(self, phase: str, step: int, rollout: Rollout) -> None:
         """Write every sample that has left into the store, while other work goes on."""
@@ -251,20 +351,43 @@ class Fleet:
         with self._arbiter.grant("actor_train"):
             self.trainers.all("export", str(folder), replace=True)
 
+    def export_critic(self, folder: Path) -> None:
+        """Write the critic's weights likewise, where there is one."""
+        if self.critic is not None:
+            with self._arbiter.grant("critic"):
+                self.critic.all("export", str(folder), replace=True)
+
     # The verbs of a checkpoint.
 
     def snapshot(self, deadline_s: float | None = None) -> None:
-        """Copy the trainers' state to their hosts' memory; `save` writes that copy."""
-        self.trainers.all("snapshot", deadline_s=deadline_s)
+        """Copy the state of trainers and critic to their hosts' memory; `save` writes that copy."""
+        self._copied = {TRAINER: self.trainers} | ({} if self.critic is None else {CRITIC: self.critic})
+        for cluster in self._copied.values():
+            cluster.all("snapshot", deadline_s=deadline_s)
 
     def save(self, folder: Path, deadline_s: float | None = None) -> None:
         """Write what `snapshot` copied, while training goes on; any thread may call it."""
-        self.trainers.all("save", str(folder), deadline_s=deadline_s)
+        for part, cluster in self._copied.items():
+            cluster.all("save", str(folder / part), deadline_s=deadline_s)
 
     def load(self, folder: Path) -> None:
-        """Take the trainers to a state that `save` wrote, with this or another number of ranks."""
+        """Take trainers and critic to a state that `save` wrote, with this or another number of ranks. A critic that is not there yet
+        will begin with it."""
+        self.load_trainers(folder)
+        state = folder / CRITIC
+        self._critic_state = state if state.is_dir() else None
+        if self.critic is not None:
+            self._load_critic(state)
+
+    def load_trainers(self, folder: Path) -> None:
+        """Take the trainers alone to a state that `save` wrote."""
         with self._arbiter.grant("actor_train"):
-            self.trainers.all("load", str(folder))
+            self.trainers.all("load", str(folder / TRAINER))
+
+    def _load_critic(self, state: Path) -> None:
+        assert self.critic is not None
+        with self._arbiter.grant("critic"):
+            self.critic.all("load", str(state))
 
     def mark(self) -> Ref | None:
         """How far the trajectory store will have grown when all that was recorded so far, and nothing else, is written."""
@@ -313,13 +436,13 @@ class Fleet:
                 self._session.end_workers()  # or the pool would wait for launches that are of no use any more
                 raise
 
-    def _trainers(self, role: Role, model_folder: Path, **kwargs: Any) -> Cluster:
+    def _trainers(self, role: Role, model_folder: Path, target: str = "drumroll.workers.trainer:TrainWorker", **kwargs: Any) -> Cluster:
         kwargs |= {
             **self._model(role, model_folder),
             "trainer": self._cfg.trainer.model_dump(mode="json"),
             "seed": self._cfg.seed,
         }
-        return Cluster.launch(self._session, self._plan.workers(role), "drumroll.workers.trainer:TrainWorker", kwargs=kwargs)
+        return Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs)
 
     def _engines(self, cfg: RlConfig) -> Cluster:
         kwargs = {**self._model("actor_infer", self._model_folder), "engine": cfg.engine.model_dump(mode="json")}
@@ -349,10 +472,10 @@ class Fleet:
         }
         return Cluster.launch(self._session, self._plan.workers("reward"), "drumroll.workers.reward:RewardWorker", kwargs=kwargs)
 
-    def _assembler(self, **kwargs: Any) -> Cluster:
+    def _assembler(self, target: str = "drumroll.workers.assembler:Assembler", **kwargs: Any) -> Cluster:
         trainers = self._plan.workers("actor_train")
         kwargs |= {"num_shards": len(trainers), "seed": self._cfg.seed}
-        return self._helper("assembler", trainers[0].node, "drumroll.workers.assembler:Assembler", **kwargs)
+        return self._helper("assembler", trainers[0].node, target, **kwargs)
 
     def _helper(self, role: Helper, node: str, target: str, **kwargs: Any) -> Cluster:
         """A worker that is no role of the plan, because it never computes on a device."""
@@ -370,24 +493,39 @@ class Fleet:
             "trust_remote_code": cfg.model.trust_remote_code,
         }
 
-    def _score(self, role: Role, cluster: Cluster) -> list[Ref]:
-        """Log-probabilities of the step's tokens by one role, a part per rank."""
+    def _critic_targets(self, cfg: RlConfig) -> dict[str, Any]:
+        """What the assembler has to know of the critic."""
+        if cfg.critic is None:
+            return {}
+        return {"num_critic_shards": len(self._plan.workers("critic")), "critic_lam": cfg.critic.lam}
+
+    def _score(self, role: Role, cluster: Cluster, method: Literal["logprobs", "values"] = "logprobs") -> list[Ref]:
+        """What one role says of the step's tokens, a part per rank."""
         shards = self.assembler.refs(0, cluster.world, "shards", cluster.world)
         with self._arbiter.grant(role):
-            parts = [cluster.ref(rank, "logprobs", shard) for rank, shard in enumerate(shards)]
+            parts = [cluster.ref(rank, method, shard) for rank, shard in enumerate(shards)]
             for part in parts:
                 part.wait()
             return parts
 
-    def _schedule(self, phase: Phase) -> Schedule:
+    def _schedule(self, phase: Phase, planned: int) -> Schedule:
         cfg = self._cfg
         if isinstance(cfg, SftRunConfig):
             return cfg.sft.resolve_schedule(cfg.sft.steps)
+        if isinstance(cfg, PreferenceRunConfig):
+            return cfg.preference.resolve_schedule(cfg.preference.steps)
         assert isinstance(cfg, RlConfig)
         if phase == "rl":
-            return cfg.trainer.resolve_schedule(cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
+            steps = cfg.max_steps - (cfg.critic.warmup_steps if cfg.critic is not None else 0)
+            return cfg.trainer.resolve_schedule(steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
         assert cfg.warmup is not None
-        return cfg.warmup.resolve_schedule(cfg.warmup.steps)
+        return cfg.warmup.resolve_schedule(planned if phase == "comparison" else cfg.warmup.steps)
+
+    def _critic_schedule(self) -> Schedule:
+        cfg = self._cfg
+        assert isinstance(cfg, RlConfig)
+        assert cfg.critic is not None
+        return cfg.critic.resolve_schedule(cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
 
     def _register_engines(self, *, background: bool) -> None:
         self._arbiter.register(
@@ -440,7 +578,7 @@ def _longest_reply(cfg: RlConfig) -> int:
 
 
 @contextmanager
-def launch(job: RlJob | SftJob, folder: RunFolder, rec: Recorder) -> Iterator[Fleet]:
+def launch(job: RlJob | SftJob | PreferenceJob, folder: RunFolder, rec: Recorder) -> Iterator[Fleet]:
     """Start Ray and every worker; end all of them when the block ends, however it ends."""
     cfg = job.cfg
     with ExitStack() as stack:
@@ -451,6 +589,8 @@ def launch(job: RlJob | SftJob, folder: RunFolder, rec: Recorder) -> Iterator[Fl
             fleet = Fleet(cfg, session, plan, folder, model.result())
             if isinstance(cfg, RlConfig):
                 fleet.start_rl(cfg, stack)
+            elif isinstance(cfg, PreferenceRunConfig):
+                fleet.start_preference(cfg)
             else:
                 fleet.start_sft(cfg)
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 from drumroll.agents.process import Agent
 from drumroll.algo.algorithm import build_algorithm
@@ -13,6 +15,8 @@ from drumroll.config.models import (
     DataConfig,
     Domain,
     DomainData,
+    ModelConfig,
+    PreferenceRunConfig,
     RewardConfig,
     RlConfig,
     Role,
@@ -21,12 +25,14 @@ from drumroll.config.models import (
     SftRunConfig,
     SourceConfig,
 )
+from drumroll.data.pairs import load_judgements, load_pairs
 from drumroll.data.tasks import Needs, load_demonstrations, load_tasks
 from drumroll.envs.base import Env
 from drumroll.errors import ConfigError, DataError, ModelError
 from drumroll.hub import resolve_folder
-from drumroll.models.folder import check_classifier_folder, check_folder
+from drumroll.models.folder import CLASSIFIER_ENDING, check_classifier_folder, check_folder
 from drumroll.models.prepare import check_model
+from drumroll.models.scratch import character_vocabulary
 from drumroll.plan.mapping import make_plan
 from drumroll.plan.placement import Plan
 from drumroll.plan.pool import Pool, local_pool, parse_pool
@@ -68,11 +74,36 @@ class SftJob:
         return f"{self.num_demonstrations} demonstrations, {self.cfg.sft.steps} updates"
 
 
-def prepare(cfg: RunConfig) -> RlJob | SftJob:
+@dataclass(frozen=True)
+class PreferenceJob:
+    """Everything that the `preference` pipeline needs before workers start."""
+
+    cfg: PreferenceRunConfig
+    num_rows: int
+    num_heldout: int
+    roles: tuple[Role, ...]
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        section, roles = self.cfg.preference, ", ".join(self.roles)
+        noun = "pairs" if "pairs" in section.needs else "judged replies"
+        return f"{section.kind}: {self.num_rows} {noun}, {self.num_heldout} held-out ones, {section.steps} updates, roles {roles}"
+
+
+Job = RlJob | SftJob | PreferenceJob
+
+
+def prepare(cfg: RunConfig) -> Job:
     """Check all that can be known beforehand; raises a `UserError` that says what to put right."""
     check_sinks(cfg.record)
     check_model(cfg.model)
-    job = _prepare_rl(cfg) if isinstance(cfg, RlConfig) else _prepare_sft(cast(SftRunConfig, cfg))
+    job: Job
+    if isinstance(cfg, RlConfig):
+        job = _prepare_rl(cfg)
+    elif isinstance(cfg, PreferenceRunConfig):
+        job = _prepare_preference(cfg)
+    else:
+        job = _prepare_sft(cast(SftRunConfig, cfg))
     if cfg.ray.address is None:
         plan = make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles)
         job = replace(job, notes=_notes(cfg, plan))
@@ -96,13 +127,16 @@ def plan_for(cfg: RunConfig, pool: str | None = None) -> tuple[Plan, Pool]:
 
 def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
     """A role exists only when something needs it."""
+    if isinstance(cfg, PreferenceRunConfig) and "ref_logp" in cfg.preference.needs:
+        return ("actor_train", "reference")
     if not isinstance(cfg, RlConfig):
         return ("actor_train",)
     needs = build_algorithm(cfg.algo).needs
     reference: tuple[Role, ...] = ("reference",) if "ref_logp" in needs else ()
+    critic: tuple[Role, ...] = ("critic",) if "values" in needs else ()
     pooled = any(reward.seat != "inline" for domain in cfg.mixture.values() for reward in domain.rewards)
     reward: tuple[Role, ...] = ("reward",) if pooled else ()
-    return ("actor_train", "actor_infer", *reference, *reward, "environment")
+    return ("actor_train", "actor_infer", *reference, *critic, *reward, "environment")
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
@@ -115,7 +149,46 @@ def _prepare_rl(cfg: RlConfig) -> RlJob:
         _check_tasks(domain, [*tasks[name], *heldout[name]])
     if cfg.warmup:
         _check_demonstrations(cfg.warmup)
+    if cfg.critic is not None and cfg.critic.path is not None:
+        _check_critic(cfg.critic.path, cfg.critic.revision, cfg.model)
     return RlJob(cfg, tasks, heldout, roles_of(cfg))
+
+
+def _check_critic(path: str, revision: str | None, model: ModelConfig) -> None:
+    """The folder that a critic starts from: a language model or a reward model, with as many tokens as the policy's."""
+    folder = resolve_folder(path, revision, "model", ModelError)
+    facts = _facts(folder)
+    scores = any(str(name).endswith(CLASSIFIER_ENDING) for name in facts.get("architectures") or ())
+    check = check_classifier_folder if scores else check_folder
+    check(folder, trust_remote_code=model.trust_remote_code)
+    own, policys = _num_tokens(facts), _num_model_tokens(model)
+    if own != policys:
+        raise ModelError(
+            f"`critic.path`: '{path}' has {own} tokens and `model` has {policys}: a critic reads the policy's tokens. Give a model with "
+            f"the same tokenizer, or leave `critic.path` out to start from the policy's own weights."
+        )
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """What a model's config.json says; nothing where there is none that can be read, which a check of the folder explains."""
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _num_tokens(facts: Mapping[str, Any]) -> int | None:
+    """Tokens that a model knows; models of several modalities say it of their text part."""
+    size: int | None = facts.get("vocab_size", facts.get("text_config", {}).get("vocab_size"))
+    return size
+
+
+def _num_model_tokens(model: ModelConfig) -> int | None:
+    if model.scratch is not None:
+        return len(character_vocabulary(model.scratch.characters))
+    assert model.path is not None, "ModelConfig has either `path` or `scratch`"
+    return _num_tokens(_facts(resolve_folder(model.path, model.revision, "model", ModelError)))
 
 
 def _load(
@@ -191,6 +264,18 @@ def _prepare_sft(cfg: SftRunConfig) -> SftJob:
     if cfg.heldout:
         _check_demonstrations(cfg.sft, cfg.heldout)
     return SftJob(cfg, num_demonstrations)
+
+
+def _prepare_preference(cfg: PreferenceRunConfig) -> PreferenceJob:
+    section = cfg.preference
+    load = load_pairs if "pairs" in section.needs else load_judgements
+    num_rows, num_heldout = (len(load(section, source)) if source is not None else 0 for source in (section.data, section.heldout))
+    for source, size in ((section.data, num_rows), (section.heldout, num_heldout)):
+        if source is not None and size < 2 and "reference_point" in section.needs:
+            raise DataError(
+                f"'{source.path}' holds a single reply, and `preference.kind: {section.kind}` compares each with replies to other prompts."
+            )
+    return PreferenceJob(cfg, num_rows, num_heldout, roles_of(cfg))
 
 
 def _check_demonstrations(cfg: SftConfig, source: SourceConfig | None = None) -> int:

@@ -3,6 +3,7 @@
     <checkpoint>/state.json     every part's `state()`, the resolved config, the incarnation
                  store.json     how far the trajectory store had grown
                  trainer/       the trainers' shards (see `backends.train.shards`)
+                 critic/        the critic's, where there is one
 
 Parts change only inside `turn()`. At its end they fit together, and that is what a checkpoint holds, whenever it is written:
 
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
@@ -65,6 +66,8 @@ class Progress:
     """Updates of the comparison, once they are known."""
     rollbacks: int = 0
     """Times that the run went back because of its numbers; samples drawn after that have other seeds."""
+    carried: dict[str, float] = field(default_factory=dict)
+    """What the algorithm keeps from step to step (see `algo.algorithm`)."""
 
     def enter(self, phase: Phase, planned: int = 0) -> None:
         self.phase, self.begun, self.step, self.planned = phase, False, 0, planned
@@ -181,7 +184,7 @@ class Keeper:
         if self._fitting is self._saved or self._rec.num_nonfinite:
             return
         options, step = self._cfg.checkpoint, self.progress.step
-        by_count = bool(options.every) and self.progress.phase in ("rl", "sft") and step > 0 and step % options.every == 0
+        by_count = bool(options.every) and self.progress.phase in ("rl", "sft", "preference") and step > 0 and step % options.every == 0
         by_score = bool(options.keep_best) and self._score is not None
         by_time = time.monotonic() - self._saved_at >= options.every_s and not self._checkpoints.is_writing
         if by_count or by_score or by_time:
@@ -208,7 +211,7 @@ class Keeper:
         self._rec.sync()
 
         def fill(draft: Path) -> None:
-            self._fleet.save(draft / "trainer", deadline_s)
+            self._fleet.save(draft, deadline_s)
             (draft / "store.json").write_text(json.dumps({"mark": mark.fetch(deadline_s or DEADLINE_S) if mark else 0}))
 
         return name or self.progress.name, fill, state, self._score
@@ -250,8 +253,7 @@ class Keeper:
     def load_trainers(self, name: str) -> None:
         """Take the trainers, and nothing else, back to a checkpoint."""
         self._settle()
-        self._fleet.load(self._checkpoints.load(name).path / "trainer")
-        self._fleet.reschedule(self.progress.phase)
+        self._fleet.load_trainers(self._checkpoints.load(name).path)
 
     def roll_back(self, why: str) -> None:
         """Go back to the newest checkpoint, and on from there with other samples: the same ones would lead to the same numbers."""
@@ -282,8 +284,8 @@ class Keeper:
     def _go_to(self, checkpoint: Checkpoint) -> None:
         for name, part in self._parts.items():
             part.load_state(checkpoint.state["parts"][name])
-        self._fleet.load(checkpoint.path / "trainer")
-        self._fleet.reschedule(self.progress.phase)
+        self._fleet.load(checkpoint.path)
+        self._fleet.reschedule(self.progress.phase, self.progress.planned)
         self._fleet.supersede(int(json.loads((checkpoint.path / "store.json").read_text())["mark"]))
 
     # Signals.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumroll.algo.algorithm import Carried, carried_by
 from drumroll.cluster.session import Session
 from drumroll.config.load import check_config
 from drumroll.config.models import RlConfig
@@ -61,11 +62,12 @@ def replay(path: str | Path, step: int) -> list[Replayed]:
         raise RunFolderError(f"'{path}' has no step {step}: its steps of RL go up to {max(recorded, default=0)}.")
     with checkpoint_store(cfg, folder) as checkpoints, Reader(folder.store) as reader, _fleet(cfg, folder) as fleet:
         origin, first = _before(checkpoints, step)
-        fleet.load(origin.path / "trainer")
+        fleet.load(origin.path)
         if origin.name == WARM:
             fleet.begin("rl")
         fleet.start_reference(cfg)
-        return [_again(number, recorded[number], fleet, reader) for number in range(first + 1, step + 1)]
+        carried = {number: carried_by(recorded.get(number - 1, {})) for number in range(first + 1, step + 1)}
+        return [_again(number, recorded[number], carried[number], fleet, reader) for number in carried]
 
 
 def _before(checkpoints: CheckpointStore, step: int) -> tuple[Checkpoint, int]:
@@ -82,12 +84,13 @@ def _before(checkpoints: CheckpointStore, step: int) -> tuple[Checkpoint, int]:
     raise CheckpointError(f"no checkpoint of a step before {step} can be used to begin with. " + " ".join(problems))
 
 
-def _again(step: int, recorded: Mapping[str, Any], fleet: Fleet, reader: Reader) -> Replayed:
+def _again(step: int, recorded: Mapping[str, Any], carried: Carried, fleet: Fleet, reader: Reader) -> Replayed:
     rows = reader.query(Filter(phase="train", step=Bounds.at(step), state="consumed"))
     block = [reader.load(row.sample_id) for row in rows]
     rollout = Rollout(tuple(_groups(step, block, reader)), (block,))
-    batch = fleet.assemble(step, rollout)
-    again = {**batch.report, **mean_of_updates(fleet.train(batch))}
+    batch = fleet.assemble(step, rollout, carried)
+    policy, critic = fleet.train(batch)
+    again = {**batch.report, **mean_of_updates(policy), **mean_of_updates(critic, "critic")}
     return Replayed(step, recorded, again, same_weights=fleet.digest() == recorded["weights"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from drumroll.algo.algorithm import carried_by
 from drumroll.config.models import ANY, RlConfig
 from drumroll.data.curriculum import Curriculum
 from drumroll.data.cursor import TaskCursor
@@ -14,6 +15,7 @@ from drumroll.pipelines.keeper import Incarnation, Keeper, Progress
 from drumroll.pipelines.sft import compare, warm_up
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import MAX_NONFINITE, Recorder
+from drumroll.registry import REGISTRY
 from drumroll.rollout.source import Mixture, Source, TaskSource
 from drumroll.types import sample_seed
 
@@ -42,6 +44,7 @@ def run(job: RlJob, folder: RunFolder, life: Incarnation) -> None:
 def training_source(job: RlJob, attempt: Callable[[], int]) -> TaskSource | Mixture:
     """Where training tasks come from: one domain's, or all domains' by their shares."""
     sources: dict[str, TaskSource] = {}
+    has_greedy = "greedy" in REGISTRY.lookup("advantage", job.cfg.algo.advantage.kind).needs
     for name, domain in job.cfg.mixture.items():
         if domain.share == 0:
             continue
@@ -54,6 +57,7 @@ def training_source(job: RlJob, attempt: Callable[[], int]) -> TaskSource | Mixt
             sampling=domain.sampling,
             label="train" if name == ANY else f"train/{name}",
             attempt=attempt,
+            has_greedy=has_greedy,
         )
     if ANY in sources:
         return sources[ANY]
@@ -63,13 +67,17 @@ def training_source(job: RlJob, attempt: Callable[[], int]) -> TaskSource | Mixt
 def reinforce(cfg: RlConfig, source: Source, folder: RunFolder, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluator: Evaluator) -> None:
     """Steps until `max_steps`, with an evaluation before the first, after the last, and in between."""
     progress = keeper.progress
-    if not progress.begun:
+    is_resumed = progress.begun
+    if not is_resumed:
         with keeper.turn():
             fleet.begin("rl")
             fleet.keep_reference(cfg)
             progress.begun = True
-        keeper.save()  # what a run that diverges early goes back to
     fleet.start_reference(cfg)
+    if is_resumed:
+        fleet.reschedule("rl")  # of a critic that has only just been started
+    else:
+        keeper.save()  # what a run that diverges early goes back to
     fleet.push(keeper.version(progress.step))
     evaluator.run_if_due(keeper)
     fleet.open_training(cfg, source)
@@ -84,6 +92,7 @@ def reinforce(cfg: RlConfig, source: Source, folder: RunFolder, fleet: Fleet, re
         keeper.save_if_due()
     fleet.close_training(progress.step)
     fleet.export(folder.final_model)
+    fleet.export_critic(folder.critic_model)
     if cfg.warmup and cfg.warmup.compare:
         with keeper.turn():
             progress.enter("comparison", planned=rec.compute.equal_sft_updates)
@@ -95,14 +104,14 @@ def take_step(cfg: RlConfig, fleet: Fleet, rec: Recorder, keeper: Keeper) -> Non
     step = keeper.progress.step + 1
     with rec.phase("rollout"):  # never staler than `rollout.max_staleness`
         rollout = fleet.take_groups(cfg, keeper.version(step - 1))
-    with rec.phase("score"):  # packing, reference log-probabilities, advantages
-        batch = fleet.assemble(step, rollout)
+    with rec.phase("score"):  # packing, log-probabilities, values, advantages
+        batch = fleet.assemble(step, rollout, keeper.progress.carried)
     with keeper.turn():
         with rec.phase("update"):
-            updates = fleet.train(batch)
+            updates, of_critic = fleet.train(batch)
         with rec.phase("sync"):
             sync = fleet.push(keeper.version(step))
         fleet.record("train", step, rollout)
         fleet.record_spans(rec.take_spans(step))
-        rec.log_step(step, rollout.samples, {**rollout.report, **batch.report, **sync.metrics}, updates, sync.digest)
-        keeper.progress.step = step
+        rec.log_step(step, rollout.samples, {**rollout.report, **batch.report, **sync.metrics}, updates, sync.digest, critic=of_critic)
+        keeper.progress.step, keeper.progress.carried = step, carried_by(batch.report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from drumroll.config.models import SftConfig
 from drumroll.errors import DivergedError
@@ -32,13 +33,13 @@ def run(job: SftJob, folder: RunFolder, life: Incarnation) -> None:
     ):
         if not progress.begun:
             with keeper.turn():
-                rec.log_heldout_loss(0, fleet.heldout_loss(), last=False)
+                rec.log_heldout(0, fleet.heldout_loss(), last=False)
                 fleet.begin(progress.phase)
                 progress.begun = True
         with rec.stage("imitating demonstrations", total=cfg.steps), rec.phase("update"):
             imitate(0, cfg.steps, fleet, rec, keeper)
         fleet.export(folder.final_model)
-        rec.log_heldout_loss(cfg.steps, fleet.heldout_loss(), last=True)
+        rec.log_heldout(cfg.steps, fleet.heldout_loss(), last=True)
 
 
 def warm_up(cfg: SftConfig, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:
@@ -61,6 +62,7 @@ def compare(cfg: SftConfig, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluat
     if not progress.begun:
         with keeper.turn():
             keeper.load_trainers(WARM)
+            fleet.begin(progress.phase, progress.planned)  # a learning rate that had decayed to nothing would make it no comparison
             progress.begun = True
     text = "comparing: the same compute as more supervised fine-tuning"
     with rec.stage(text, total=progress.planned), rec.phase("comparison"):
@@ -70,18 +72,29 @@ def compare(cfg: SftConfig, fleet: Fleet, rec: Recorder, keeper: Keeper, evaluat
 
 def imitate(first: int, steps: int, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:
     """The phase's updates up to `steps`, on the demonstrations' endless order from its update `first` on."""
+
+    def learn(update: int, count: int) -> None:
+        rec.log_imitation(first + update, fleet.imitate(first + update, count))
+
+    rec.stand_at(keeper.progress.step)
+    repeat(learn, steps, rec, keeper, "demonstrations", "`warmup.lr`, `sft.lr`")
+
+
+def repeat(learn: Callable[[int, int], None], steps: int, rec: Recorder, keeper: Keeper, rows: str, lr_keys: str) -> None:
+    """Updates of the phase up to `steps`, by `learn(first, count)`, with checkpoints; some `count` at a time where they are quick.
+
+    A run whose numbers are no longer finite ends: it would see the same `rows` again. `lr_keys` name what to lower."""
     progress, count = keeper.progress, 1
-    rec.stand_at(progress.step)
     while progress.step < steps:
         count = min(count, steps - progress.step)
         started = time.monotonic()
         with keeper.turn():
-            rec.log_imitation(first + progress.step, fleet.imitate(first + progress.step, count))
+            learn(progress.step, count)
             progress.step += count
         if rec.num_nonfinite >= MAX_NONFINITE:
             raise DivergedError(
-                f"the losses or gradients of {rec.num_nonfinite} updates in a row on demonstrations were not finite. "
-                f"Lower the learning rate (`warmup.lr`, `sft.lr`) or look at the demonstrations."
+                f"the losses or gradients of {rec.num_nonfinite} updates in a row on {rows} were not finite. "
+                f"Lower the learning rate ({lr_keys}) or look at the {rows}."
             )
         keeper.save_if_due()
         if time.monotonic() - started < CALL_S / 2:

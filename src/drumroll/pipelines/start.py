@@ -13,8 +13,8 @@ from rich.console import Console
 from drumroll.config.load import apply_override, check_config, named_kinds
 from drumroll.config.models import RunConfig
 from drumroll.errors import ConfigError
-from drumroll.pipelines import rl, sft
-from drumroll.pipelines.job import RlJob, SftJob, prepare
+from drumroll.pipelines import preference, rl, sft
+from drumroll.pipelines.job import Job, PreferenceJob, RlJob, prepare
 from drumroll.pipelines.keeper import Incarnation
 from drumroll.record.checkpoint import CheckpointStore
 from drumroll.record.folder import RunFolder
@@ -74,9 +74,11 @@ def checkpoint_store(cfg: RunConfig, folder: RunFolder) -> CheckpointStore:
     return CheckpointStore(root, keep_last=options.keep_last, keep_best=options.keep_best)
 
 
-def _run(job: RlJob | SftJob, folder: RunFolder, life: Incarnation) -> None:
+def _run(job: Job, folder: RunFolder, life: Incarnation) -> None:
     if isinstance(job, RlJob):
         rl.run(job, folder, life)
+    elif isinstance(job, PreferenceJob):
+        preference.run(job, folder, life)
     else:
         sft.run(job, folder, life)
 

@@ -105,14 +105,16 @@ def parameter_count(hf_config: Mapping[str, Any]) -> int | None:
     return int(embeddings + layers * (attention + feed_forward + family.norms_per_layer * hidden) + hidden)
 
 
-def known_parameters(model: ModelConfig) -> int | None:
-    """The model's size as far as the config, or a `config.json` on this machine, tells; None otherwise."""
+def known_parameters(model: ModelConfig, *, has_scalar_head: bool = False) -> int | None:
+    """The model's size as far as the config, or a `config.json` on this machine, tells; None otherwise. With a scalar head it has one row
+    in place of an output matrix."""
+    head = {"tie_word_embeddings": True} if has_scalar_head else {}
     if model.scratch is not None:
         scratch = model.scratch
-        return parameter_count({"vocab_size": len(scratch.characters), **scratch.config, "model_type": scratch.architecture})
+        return parameter_count({"vocab_size": len(scratch.characters), **scratch.config, **head, "model_type": scratch.architecture})
     assert model.path is not None, "a model has a path or is made from scratch"
     try:
         hf_config = json.loads((Path(model.path) / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    return parameter_count(hf_config) if isinstance(hf_config, dict) else None
+    return parameter_count({**hf_config, **head}) if isinstance(hf_config, dict) else None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
-from drumroll.config.models import RlConfig, Role, RunConfig
+from drumroll.config.models import ModelConfig, RlConfig, Role, RunConfig
 from drumroll.errors import PlanError
 from drumroll.plan.cost import GIB, Memory, compute_bytes, device_memory, known_parameters
 from drumroll.plan.placement import ROLES, Placement, Plan
@@ -58,10 +58,11 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
 
     size = num_parameters if num_parameters is not None else known_parameters(config.model)
     memory: dict[Role, Memory] = {}
-    if size is not None:
-        memory = {role: _estimate(role, placements[role], tp[role], size, config) for role in needed if role not in HOST_ROLES}
-        for role in memory:
-            _check_memory(role, selections[role].devices, memory[role], tp[role], size, pool)
+    for role in needed:
+        own = size if role != "critic" or num_parameters is not None else _critic_parameters(config)
+        if own is not None and role not in HOST_ROLES:
+            memory[role] = _estimate(role, placements[role], tp[role], own, config)
+            _check_memory(role, selections[role].devices, memory[role], tp[role], own, pool)
     return Plan(placements, tp, memory, size)
 
 
@@ -158,6 +159,12 @@ def _place(role: Role, selection: Selection, tp: int, config: RunConfig, pool: P
             )
     workers: Iterable[tuple[Device, ...]] = instances if role in INSTANCE_ROLES else ((device,) for device in devices)
     return tuple(Placement(role, rank, own[0].node, own, own[0].kind) for rank, own in enumerate(workers))
+
+
+def _critic_parameters(config: RunConfig) -> int | None:
+    """The size of the critic, which may begin with another model than the policy."""
+    own = config.critic.path if isinstance(config, RlConfig) and config.critic is not None else None
+    return known_parameters(config.model if own is None else ModelConfig(path=own), has_scalar_head=True)
 
 
 def _estimate(role: Role, placements: Sequence[Placement], tp: int, num_parameters: int, config: RunConfig) -> Memory:

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from drumroll.record.files import aside, read_lines
 from drumroll.record.folder import RunFolder
-from drumroll.record.metrics import HELDOUT_LOSS, REWARD, SFT_LOSS, SUCCESS
+from drumroll.record.metrics import HELDOUT_ACCURACY, HELDOUT_LOSS, PREFERENCE_ACCURACY, REWARD, SFT_LOSS, SUCCESS
 
 INK, GREY, BLUE, GREEN, ORANGE = "#1f2933", "#9aa5b1", "#2f6fde", "#138a4b", "#d9730d"
 
@@ -23,7 +23,8 @@ Points = list[tuple[int, float]]
 
 
 def draw_curve(folder: RunFolder) -> Path:
-    """Draw curve.png into the run folder and return its path: success and reward of RL, or the loss where there was only SFT."""
+    """Draw curve.png into the run folder and return its path: success and reward of RL, the accuracy of preferences, or the loss where
+    there was only SFT."""
     metrics, evaluations = read_lines(folder.metrics_file), read_lines(folder.eval_file)
     figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -32,6 +33,8 @@ def draw_curve(folder: RunFolder) -> Path:
     if reward or success:
         _draw_rl(axes, reward, success)
         _draw_evaluations(axes, evaluations)
+    elif accuracy := _series(metrics, PREFERENCE_ACCURACY):
+        _draw_preferences(axes, accuracy, _series(evaluations, HELDOUT_ACCURACY))
     else:
         _draw_sft(axes, _series(metrics, SFT_LOSS), _series(evaluations, HELDOUT_LOSS))
     _dress(axes, str(folder.config().get("name", folder.root.name)))
@@ -49,6 +52,17 @@ def _draw_rl(axes: Axes, reward: Points, success: Points) -> None:
         axes.set_ylim(-0.02, 1.05)
     axes.set_xlabel("RL step")
     axes.set_ylabel(", ".join(name for name, points in shown.items() if points))
+
+
+def _draw_preferences(axes: Axes, accuracy: Points, heldout: Points) -> None:
+    _line(axes, accuracy, BLUE, "training accuracy")
+    if heldout:
+        _dots(axes, heldout, "held-out accuracy")
+        for point in {heldout[0], heldout[-1]}:
+            _label(axes, point)
+    axes.set_ylim(-0.02, 1.05)
+    axes.set_xlabel("update")
+    axes.set_ylabel("preferences told apart")
 
 
 def _draw_sft(axes: Axes, loss: Points, heldout: Points) -> None:

@@ -6,7 +6,7 @@
           eval.jsonl                   held-out results
           store/                       every trajectory (see `record.store`)
           checkpoints/                 the run's state at several moments (see `record.checkpoint`), unless `checkpoint.root` is set
-          model/initial/, model/final/ Hugging Face folders
+          model/initial/, model/final/ Hugging Face folders; model/critic/ of the critic at the end, where there is one
           incarnations.jsonl           a line per process that worked on the run: number, time, what it went on from
           incidents.jsonl              updates that were skipped or rolled back, checkpoints that failed
           metrics.superseded.jsonl,    lines that were cut off when the run was taken back to a checkpoint
@@ -41,7 +41,7 @@ from drumroll.models.prepare import prepare_model
 from drumroll.record.checkpoint import Checkpoint, CheckpointStore
 from drumroll.record.files import JsonLines, aside, read_lines, take_lock, write_json, write_text, write_yaml
 
-_STEP = re.compile(r"(?:step|sft)-(\d+)")
+_STEP = re.compile(r"(?:step|sft|preference)-(\d+)")
 """Checkpoints that can be asked for by step: after a step of RL, or after an update of a run of supervised fine-tuning."""
 
 
@@ -108,8 +108,12 @@ class RunFolder:
 
     @property
     def reference_model(self) -> Path:
-        """What the reference starts from after a warm-up."""
+        """What reference and critic start from after a warm-up."""
         return self.root / "model" / "reference"
+
+    @property
+    def critic_model(self) -> Path:
+        return self.root / "model" / "critic"
 
     @property
     def final_model(self) -> Path:

@@ -21,12 +21,15 @@ from drumroll.errors import ConfigError
 from drumroll.record.files import JsonLines, read_lines, truncate_to, write_text
 from drumroll.record.folder import RunFolder
 
-# Names that the live view and the learning curve look for; eval.jsonl has `sampled` and `greedy`, or `heldout_loss`.
+# Names that the live view and the learning curve look for; eval.jsonl has `sampled` and `greedy`, or `heldout_loss`, and of preferences
+# `heldout_accuracy`.
 REWARD = "rollout/reward_mean"
 SUCCESS = "rollout/success_mean"
 TOKENS_PER_S = "rollout/tokens_per_s"
 SFT_LOSS = "sft/loss"
 HELDOUT_LOSS = "heldout_loss"
+PREFERENCE_ACCURACY = "preference/accuracy"
+HELDOUT_ACCURACY = "heldout_accuracy"
 
 EvalStage = Literal["before", "during", "after", "comparison"]
 """When an evaluation took place. comparison: of the model that spent the same compute on more SFT."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from math import ceil, nan
 from statistics import fmean, pstdev
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rich.console import Console
 
@@ -114,8 +114,10 @@ class Recorder:
         batch: Mapping[str, float],
         updates: Sequence[Mapping[str, float]],
         weights: str,
+        critic: Sequence[Mapping[str, float]] = (),
     ) -> None:
-        """One step of RL: its samples, its batch, the mean over its updates, its time, and the digest of the weights it led to."""
+        """One step of RL: its samples, its batch, the mean over its updates, its time, and the digest of the weights it led to. `critic`
+        are the updates of the critic that go with those of the policy, or the only ones."""
         times = self._timer.take()
         wasted_tokens = int(batch.get("rollout/wasted_tokens", 0.0))
         new_tokens = sum(sample.num_new_tokens for sample in samples) + wasted_tokens
@@ -128,6 +130,7 @@ class Recorder:
             TOKENS_PER_S: new_tokens / max(1e-9, generating_s),
             **{name: value for name, value in batch.items() if self._domains or not name.startswith("domain/")},
             **mean_of_updates(updates),
+            **mean_of_updates(critic, "critic"),
             **times,
             "utilisation/actor_train": training_s / max(1e-9, sum(times.values())),
         }
@@ -137,8 +140,8 @@ class Recorder:
         self.compute.generated += new_tokens
         self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples) + wasted_tokens
         self.compute.forwarded += int(batch.get("batch/num_scored_tokens", 0.0))
-        self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in updates))
-        self._watch_numbers(f"step {step}", updates, [sample.sample_id for sample in samples])
+        self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in [*updates, *critic]))
+        self._watch_numbers(f"step {step}", _gravest(updates, critic), [sample.sample_id for sample in samples])
         solved = bool(samples) and all(sample.success for sample in samples)
         idle = batch.get("batch/informative_token_ratio") == 0.0 and not solved and not self._pulled
         self._idle_steps = self._idle_steps + 1 if idle else 0
@@ -151,12 +154,21 @@ class Recorder:
 
     def log_imitation(self, first_update: int, updates: Sequence[Mapping[str, float]]) -> None:
         """Updates of supervised fine-tuning, the first of which has number `first_update`."""
-        for offset, update in enumerate(updates):
-            self._metrics.log(first_update + offset, {f"sft/{name}": value for name, value in update.items()})
-        self._view.advance(len(updates))
-        self._watch_numbers(f"update {first_update} on demonstrations", updates)
+        self._log_updates("sft", "demonstrations", first_update, updates)
         self.compute.imitated += int(sum(update.get("num_tokens", 0.0) for update in updates))
         self.compute.imitation_updates += len(updates)
+
+    def log_preferences(self, first_update: int, updates: Sequence[Mapping[str, float]]) -> None:
+        """Updates of preference learning, the first of which has number `first_update`."""
+        self._log_updates("preference", "preferences", first_update, updates)
+        self.compute.trained += int(sum(update.get("num_tokens", 0.0) for update in updates))
+        self._last_step = first_update + len(updates)
+
+    def _log_updates(self, prefix: str, rows: str, first_update: int, updates: Sequence[Mapping[str, float]]) -> None:
+        for offset, update in enumerate(updates):
+            self._metrics.log(first_update + offset, {f"{prefix}/{name}": value for name, value in update.items()})
+        self._view.advance(len(updates))
+        self._watch_numbers(f"update {first_update} on {rows}", updates)
 
     def log_evaluation(self, step: int, samples: Mapping[str, Sequence[SampleInfo]], *, comparison: bool = False) -> None:
         """Results on the held-out tasks by mode; as success where the task knows it, as mean reward otherwise."""
@@ -171,12 +183,13 @@ class Recorder:
         if not comparison:
             self._view.evaluation(step, scores.get("sampled"), scores.get("greedy"))
 
-    def log_heldout_loss(self, step: int, loss: float | None, *, last: bool) -> None:
-        """Loss on held-out demonstrations, before or after supervised fine-tuning."""
-        if loss is not None:
-            stage: EvalStage = "after" if last else "before"
-            self._scores[stage] = {"heldout_loss": loss}
-            self._metrics.log_evaluation(stage, step, {"heldout_loss": loss})
+    def log_heldout(self, step: int, scores: Scores, details: Mapping[str, float] | None = None, *, last: bool) -> None:
+        """Figures of held-out demonstrations or preferences, where there are some, before, during and after training on others. `details`
+        are not in the summary."""
+        if scores:
+            stage: EvalStage = "after" if last else "before" if step == 0 else "during"
+            self._scores[stage] = scores
+            self._metrics.log_evaluation(stage, step, {**(details or {}), **scores})
 
     def _watch_numbers(self, where: str, updates: Sequence[Mapping[str, float]], sample_ids: Sequence[str] = ()) -> None:
         for number, update in enumerate(updates):
@@ -253,9 +266,16 @@ class Recorder:
         print_report(self._console, self.folder, summary, transcripts)
 
 
-def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_of_updates(updates: Sequence[Mapping[str, float]], whose: Literal["update", "critic"] = "update") -> dict[str, float]:
     """What the updates of a step report, on average."""
-    return {f"update/{name}": fmean(update[name] for update in updates) for name in (updates[0] if updates else ())}
+    return {f"{whose}/{name}": fmean(update[name] for update in updates) for name in (updates[0] if updates else ())}
+
+
+def _gravest(updates: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+    """One report for each part of a step: the critic's where there is no other, or where only its numbers are not finite."""
+    if not updates or not critic:
+        return updates or critic
+    return [beside if beside.get("nonfinite") and not own.get("nonfinite") else own for own, beside in zip(updates, critic, strict=True)]
 
 
 def score(samples: Sequence[SampleInfo]) -> float:

@@ -581,7 +581,7 @@ class RolloutScheduler:
             group_id=sample.group_id,
             task=request.task,
             seed=sample.seed,
-            sampling=request.sampling,
+            sampling=request.sampling_of(sample.number),
             engine=engine,
             attempt=sample.attempt,
             deadline_s=self._limits.deadline_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
@@ -28,6 +28,12 @@ class GroupRequest:
     sampling: Sampling = PLAIN
     times_put_off: int = 0
     """How often it was begun and put off to a later round."""
+    has_greedy: bool = False
+    """The first attempt is greedy, for the others to be compared with."""
+
+    def sampling_of(self, number: int) -> Sampling:
+        """How attempt `number` is sampled."""
+        return replace(self.sampling, temperature=0.0) if self.has_greedy and number == 0 else self.sampling
 
     @property
     def name(self) -> str:
@@ -80,14 +86,17 @@ class TaskSource:
         sampling: Sampling = PLAIN,
         label: str = "train",
         attempt: Callable[[], int] = lambda: 0,
+        has_greedy: bool = False,
     ) -> None:
-        """`label` begins every group's name. `attempt` counts how often the run went back to draw other samples; seeds depend on it."""
+        """`label` begins every group's name. `attempt` counts how often the run went back to draw other samples; seeds depend on it.
+        With `has_greedy` the first attempt of every group is greedy."""
         self._tasks = tasks
         self._groups_per_round = groups_per_round
         self._group_size = group_size
         self._sampling = sampling
         self._label = label
         self._attempt = attempt
+        self._has_greedy = has_greedy
         self._round = 0
         self._queue: deque[tuple[str, int]] = deque()
         """Group id and number of the task."""
@@ -104,7 +113,8 @@ class TaskSource:
             self._drawn[group_id] = number
             attempt = self._attempt()
             seed_parts = (group_id, f"attempt-{attempt}") if attempt else (group_id,)
-            return GroupRequest(group_id, self._tasks.tasks[number], self._group_size, seed_parts, self._sampling)
+            task = self._tasks.tasks[number]
+            return GroupRequest(group_id, task, self._group_size, seed_parts, self._sampling, has_greedy=self._has_greedy)
 
     def settle(self, group_id: str, fate: Fate, samples: Sequence[SampleInfo]) -> None:
         with self._lock:

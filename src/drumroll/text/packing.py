@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,7 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
         turns=None if batch.turns is None else _select_turns(batch.turns, chosen, batch.offsets, offsets),
         **{name: None if value is None else value[tokens] for name, value in per_token.items()},
         **{name: getattr(batch, name)[chosen] for name in _PER_TRAJECTORY},
+        baseline=None if batch.baseline is None else batch.baseline[chosen],
     )
 
 
@@ -104,8 +106,13 @@ def token_indices(batch: Batch, indices: Sequence[int]) -> Tensor:
     return shift + torch.arange(len(shift), device=shift.device)
 
 
-def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of `lengths` in `parts` shards with about equally many tokens each; a shard may be empty."""
+def split_balanced(lengths: Sequence[int], parts: int, units: Sequence[int] | None = None) -> list[list[int]]:
+    """Indices of `lengths` in `parts` shards with about equally many tokens each; a shard may be empty.
+
+    Trajectories with the same number in `units` (see `Batch.units`) stay together."""
+    if units is not None:
+        members = _members(units)
+        return _of_units(split_balanced([sum(lengths[index] for index in unit) for unit in members], parts), members)
     shards: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, part) for part in range(parts)]
     for index in _longest_first(lengths):
@@ -115,8 +122,13 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(shard) for shard in shards]
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of `lengths` in few passes of at most `max_tokens` each; a longer trajectory gets a pass of its own."""
+def micro_batches(lengths: Sequence[int], max_tokens: int, units: Sequence[int] | None = None) -> list[list[int]]:
+    """Indices of `lengths` in few passes of at most `max_tokens` each; a longer trajectory gets a pass of its own.
+
+    Trajectories with the same number in `units` (see `Batch.units`) stay together."""
+    if units is not None:
+        members = _members(units)
+        return _of_units(micro_batches([sum(lengths[index] for index in unit) for unit in members], max_tokens), members)
     passes: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens that still fit, pass), only where the shortest trajectory still fits
     shortest = min(lengths, default=0)
@@ -147,6 +159,7 @@ _PER_TOKEN = (
     "values",
     "returns",
     "token_rewards",
+    "kl_coef",
     "entropy",
 )
 _PER_TRAJECTORY = ("rewards", "group_index", "temperature", "top_p", "top_k")
@@ -183,7 +196,7 @@ def _assemble(
     token_ids: Sequence[np.ndarray],
     loss_mask: Sequence[np.ndarray],
     turns: Turns | None = None,
-    **fields: Tensor,
+    **fields: Any,
 ) -> Batch:
     lengths = [len(ids) for ids in token_ids]
     offsets = torch.tensor([0, *np.cumsum(lengths, dtype=np.int64)], dtype=torch.int64)
@@ -203,6 +216,19 @@ def _assemble(
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype))
+
+
+def _members(units: Sequence[int]) -> list[list[int]]:
+    """Indices of each unit, in the order of their first ones."""
+    members: dict[int, list[int]] = {}
+    for index, unit in enumerate(units):
+        members.setdefault(unit, []).append(index)
+    return list(members.values())
+
+
+def _of_units(parts: Sequence[Sequence[int]], members: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The indices in the units of each part."""
+    return [sorted(index for unit in part for index in members[unit]) for part in parts]
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

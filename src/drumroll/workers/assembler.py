@@ -1,22 +1,30 @@
 """The assembler: turns blocks of trajectories into each trainer rank's share of the step, beside trainer rank 0.
 
-blocks ──pack──► whole batch ──► shards to score ──► (ref_logp, old_logp) ──finish──► shards to train on
+blocks ──pack──► whole batch ──► shards to score ──► (ref_logp, old_logp, values) ──finish──► shards to train on
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drumroll.algo.algorithm import build_algorithm
+from drumroll.algo.aggregate import token_weights
+from drumroll.algo.algorithm import Carried, build_algorithm
+from drumroll.algo.critic import critic_report, returns_of
+from drumroll.algo.kl import sampled_kl
+from drumroll.algo.masks import counting
+from drumroll.algo.scaling import replace_rewards
+from drumroll.algo.segments import trajectory_sum
 from drumroll.config.models import AlgoConfig
+from drumroll.rollout.source import success_rate
 from drumroll.text.packing import pack, select, split_balanced, token_indices
-from drumroll.types import Batch, RankInfo, Trajectory, sample_seed
+from drumroll.types import Batch, RankInfo, SampleInfo, Trajectory, sample_seed
 from drumroll.workers.demonstrations import Demonstrations
 
 
@@ -32,8 +40,11 @@ class Assembler:
         algo: dict[str, Any] | None = None,
         constant_length: int | None = None,
         demonstrations: dict[str, Any] | None = None,
+        num_critic_shards: int = 0,
+        critic_lam: float | None = None,
     ) -> None:
-        """`num_shards` is the number of trainer ranks; `algo` is there for RL, `demonstrations` for supervised fine-tuning."""
+        """`num_shards` is the number of trainer ranks, `num_critic_shards` that of the critic's; `algo` is there for RL,
+        `demonstrations` for supervised fine-tuning. `critic_lam` is the config's `critic.lam`."""
         torch.set_num_threads(1)
         self._num_shards = num_shards
         self._seed = seed
@@ -41,6 +52,8 @@ class Assembler:
         self._algorithm = build_algorithm(self._config)
         self._constant_length = constant_length
         self._demonstrations = Demonstrations(**demonstrations, seed=seed) if demonstrations else None
+        self._num_critic_shards = num_critic_shards
+        self._returns = returns_of(self._config.advantage, critic_lam)
         self._batch: Batch | None = None
         self._witnesses: list[tuple[int, float]] = []
         """Group and reward of trajectories that are compared with the batch's and not in it."""
@@ -74,28 +87,72 @@ class Assembler:
         num_tokens, num_young = (sum(t.num_new_tokens for t in part) for part in (chosen, young))
         masked = (num_tokens - num_young) / max(1, num_tokens)
         self._ages = {"batch/masked_token_ratio": masked, **_staleness(self._batch, version, max_staleness)}
+        is_cut_off = {t.sample_id: t.stop_reason == "length" for t in (*fresh, *(branch for _, branch in branches))}
+        counts = counting(
+            self._batch,
+            self._config.masks,
+            version,
+            is_cut_off_N=torch.tensor([is_cut_off[name] for name in self._batch.sample_ids], dtype=torch.bool),
+            rate_G=torch.tensor(_success_rates(fresh, groups)) if self._config.masks.success_rate is not None else None,
+            trains_on_greedy="greedy" not in self._algorithm.needs,
+        )
+        mask = self._batch.loss_mask
+        self._ages["batch/uncounted_token_ratio"] = float((mask & ~counts).sum()) / max(1, int(mask.sum()))
+        self._batch = self._batch.with_fields(loss_mask=mask & counts)
 
     def shards(self, count: int) -> list[Batch]:
         """The step's batch in parts of about the same number of tokens, to be scored."""
         batch = self._packed()
         return [select(batch, indices) for indices in split_balanced(batch.lengths, count)]
 
-    def finish(self, step: int, ref_logp: Sequence[Tensor] | None, old_logp: Sequence[Tensor] | None) -> tuple[Any, ...]:
-        """Advantages over the whole batch, then each rank's shard of every update. First comes what to report."""
+    def finish(
+        self,
+        step: int,
+        ref_logp: Sequence[Tensor] | None,
+        old_logp: Sequence[Tensor] | None,
+        values: Sequence[Tensor] | None = None,
+        carried: Carried | None = None,
+    ) -> tuple[Any, ...]:
+        """Advantages over the whole batch, then each trainer rank's shard of every update, then those of the critic's ranks. First comes
+        what to report. Part of that is what the algorithm carries on to the next step (names that begin with `algo/`); `carried` is
+        what it carried here."""
         batch = self._packed()
         if ref_logp is not None:
             batch = batch.with_fields(ref_logp=self._whole(ref_logp))
         if old_logp is not None:
             batch = batch.with_fields(old_logp=self._whole(old_logp))
-        batch = batch.with_fields(advantages=self._advantages(batch))
-        updates = self._updates(batch, step)
+        if values is not None:
+            batch = batch.with_fields(values=self._whole(values))
+        batch, carried = self._algorithm.penalised(batch, carried or {})
+        batch, witnesses, carried = self._scaled_rewards(batch, carried)
+        if values is not None:
+            batch = batch.with_fields(returns=self._returns(batch))
+        advantages, carried = self._algorithm.scaled_advantages(self._advantages(batch, witnesses), batch, carried)
+        batch = batch.with_fields(advantages=advantages)
+        updates = self._updates(batch.with_fields(token_rewards=None), step)
         self._batch = None
-        return self._report(batch), *([update[rank] for update in updates] for rank in range(self._num_shards))
+        shards = self._dealt(updates, self._num_shards)
+        return {**self._report(batch), **carried}, *shards, *self._dealt(map(_for_critic, updates), self._num_critic_shards)
 
-    def _advantages(self, batch: Batch) -> Tensor:
+    def _scaled_rewards(self, batch: Batch, carried: Carried) -> tuple[Batch, list[tuple[int, float]], Carried]:
+        """The batch and the witnesses with rewards as `algo.reward_scaling` has them. An episode counts once, whatever its branches."""
+        if self._config.reward_scaling is None:
+            return batch, self._witnesses, carried
+        mains = self._mains(batch)
+        rewards, factors, carried = self._algorithm.scaled_rewards(_with_witnesses(select(batch, mains), self._witnesses), carried)
+        place = {batch.sample_ids[number]: number_of_main for number_of_main, number in enumerate(mains)}
+        mine = torch.tensor([place[self._owners.get(name, name)] for name in batch.sample_ids], dtype=torch.int64)
+        witnesses = [(group, float(reward)) for (group, _), reward in zip(self._witnesses, rewards[len(mains) :], strict=True)]
+        return replace_rewards(batch, rewards[mine], factors[mine]), witnesses, carried
+
+    def _mains(self, batch: Batch) -> list[int]:
+        """The trajectories that are episodes, and no branches of one."""
+        return [number for number, sample_id in enumerate(batch.sample_ids) if sample_id not in self._owners]
+
+    def _advantages(self, batch: Batch, witnesses: Sequence[tuple[int, float]]) -> Tensor:
         """[T]. A branch of an agent's episode has the mean of its main branch's: an episode is compared with others once."""
-        mains = [number for number, sample_id in enumerate(batch.sample_ids) if sample_id not in self._owners]
-        own = self._algorithm.advantage(_with_witnesses(select(batch, mains), self._witnesses))
+        mains = self._mains(batch)
+        own = self._algorithm.advantage(_with_witnesses(select(self._with_rewards_of_branches(batch), mains), witnesses))
         if not self._owners:
             return own
         whole = torch.zeros(batch.num_tokens)
@@ -106,22 +163,34 @@ class Assembler:
             first, end = bounds[place[owner]], bounds[place[owner] + 1]
             of_owner = whole[first:end][batch.loss_mask[first:end]]
             tokens = slice(bounds[place[branch]], bounds[place[branch] + 1])
-            whole[tokens] = of_owner.mean() * batch.loss_mask[tokens]
+            whole[tokens] = of_owner.mean() * batch.loss_mask[tokens] if len(of_owner) else 0.0
         return whole
+
+    def _with_rewards_of_branches(self, batch: Batch) -> Batch:
+        """The batch with what a branch's tokens earned at the last token of its main branch: both are one episode."""
+        if batch.token_rewards is None or not self._owners:
+            return batch
+        earned = trajectory_sum(batch.token_rewards, batch)
+        rewards = batch.token_rewards.clone()
+        place = {sample_id: number for number, sample_id in enumerate(batch.sample_ids)}
+        for branch, owner in self._owners.items():
+            rewards[batch.offsets[place[owner] + 1] - 1] += earned[place[branch]]
+        return batch.with_fields(token_rewards=rewards)
 
     def imitation(self, first: int, count: int) -> list[list[Batch]]:
         """Each rank's shard of `count` updates on demonstrations."""
         assert self._demonstrations is not None, "the assembler was started without demonstrations"
-        return self._dealt([self._demonstrations.update(first + offset) for offset in range(count)])
+        return self._dealt([self._demonstrations.update(first + offset) for offset in range(count)], self._num_shards)
 
     def heldout(self) -> list[Batch]:
         """Each rank's shard of the held-out demonstrations; empty batches when there are none."""
         assert self._demonstrations is not None, "the assembler was started without demonstrations"
-        return [shard for (shard,) in self._dealt([self._demonstrations.heldout()])]
+        return [shard for (shard,) in self._dealt([self._demonstrations.heldout()], self._num_shards)]
 
-    def _dealt(self, updates: Sequence[Batch]) -> list[list[Batch]]:
-        dealt = [[select(update, indices) for indices in split_balanced(update.lengths, self._num_shards)] for update in updates]
-        return [[shards[rank] for shards in dealt] for rank in range(self._num_shards)]
+    def _dealt(self, updates: Iterable[Batch], num_shards: int) -> list[list[Batch]]:
+        """For each of that many ranks its shard of every update."""
+        dealt = [[select(update, indices) for indices in split_balanced(update.lengths, num_shards)] for update in updates if num_shards]
+        return [[shards[rank] for shards in dealt] for rank in range(num_shards)]
 
     def _packed(self) -> Batch:
         assert self._batch is not None, "pack begins a step"
@@ -135,9 +204,9 @@ class Assembler:
             whole[token_indices(batch, indices)] = part
         return whole
 
-    def _updates(self, batch: Batch, step: int) -> list[list[Batch]]:
-        """For every update of the step the ranks' shards, weighted so that they make up one update."""
-        updates: list[list[Batch]] = []
+    def _updates(self, batch: Batch, step: int) -> list[Batch]:
+        """The parts of the step, each weighted as one update."""
+        updates: list[Batch] = []
         for epoch in range(self._config.epochs_per_step):
             generator = torch.Generator().manual_seed(sample_seed(self._seed, "updates", step, epoch))
             order = torch.randperm(batch.num_trajectories, generator=generator).tolist()
@@ -145,8 +214,7 @@ class Assembler:
                 order.sort()
             for part in range(self._config.updates_per_step):
                 update = select(batch, order[part :: self._config.updates_per_step])
-                update = update.with_fields(weight=self._algorithm.weights(update, self._constant_length))
-                updates.append([select(update, indices) for indices in split_balanced(update.lengths, self._num_shards)])
+                updates.append(_counted(update.with_fields(weight=self._algorithm.weights(update, self._constant_length))))
         return updates
 
     def _report(self, batch: Batch) -> dict[str, float]:
@@ -164,6 +232,10 @@ class Assembler:
         }
         if batch.ref_logp is not None and lengths:
             report["batch/ref_logp_mean"] = float(batch.ref_logp[batch.loss_mask].mean())
+        if self._config.kl is not None and lengths:
+            report["batch/kl_mean"] = float(sampled_kl(batch, self._config.kl.estimator)[batch.loss_mask].mean())
+        if batch.values is not None:
+            report |= critic_report(batch)
         return report
 
 
@@ -179,6 +251,26 @@ def _attempts(accepted: Collection[tuple[str, int]], blocks: Sequence[Sequence[T
     rivals = sorted(sample_id for sample_id, count in Counter(sample_id for sample_id, _ in wanted).items() if count > 1)
     assert not rivals, f"several attempts are accepted of: {', '.join(rivals[:5])}"
     return found
+
+
+def _counted(update: Batch) -> Batch:
+    """The update without trajectories of which no token counts: they would only cost a pass."""
+    counts = trajectory_sum(update.loss_mask.double(), update) > 0
+    return select(update, counts.nonzero().squeeze(1).tolist())
+
+
+def _success_rates(trajectories: Sequence[Trajectory], groups: Mapping[str, int]) -> list[float]:
+    """Of every group, by its number; NaN where nobody can tell."""
+    members: dict[str, list[SampleInfo]] = {}
+    for trajectory in trajectories:
+        members.setdefault(trajectory.group_id, []).append(SampleInfo.of(trajectory))
+    rates = {groups[name]: success_rate(samples) for name, samples in members.items()}
+    return [math.nan if (rate := rates[number]) is None else rate for number in range(len(rates))]
+
+
+def _for_critic(update: Batch) -> Batch:
+    """An update as the critic gets it: every token counts the same, and what only a policy needs is left behind."""
+    return update.with_fields(weight=token_weights(update, "token_mean"), advantages=None, old_logp=None, ref_logp=None)
 
 
 def _named(pairs: Sequence[tuple[str, int]]) -> str:

@@ -21,6 +21,32 @@ Episode = tuple[Sequence[int], Sequence[bool]]
 """Token ids, and where the loss is."""
 
 
+class Order:
+    """An endless order of rows in equal-sized updates: epochs are shuffled anew, and their ends are not cut short.
+
+    Update u is a function of the seed, the name and u alone."""
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int, name: str) -> None:
+        self._num_rows = num_rows
+        self._batch_size = min(batch_size, num_rows)
+        self._seed = seed
+        self._name = name
+        self._epoch: tuple[int, list[int]] = (-1, [])
+        """The epoch that was asked for last, and its order."""
+
+    def places(self, update: int) -> list[int]:
+        """Numbers of the rows of one update."""
+        first = update * self._batch_size
+        return [self._place(position) for position in range(first, first + self._batch_size)]
+
+    def _place(self, position: int) -> int:
+        epoch, place = divmod(position, self._num_rows)
+        if self._epoch[0] != epoch:
+            generator = torch.Generator().manual_seed(sample_seed(self._seed, self._name, epoch))
+            self._epoch = (epoch, torch.randperm(self._num_rows, generator=generator).tolist())
+        return self._epoch[1][place]
+
+
 class Demonstrations:
     """Encodes every demonstration once. Update u is a function of the seed and u alone."""
 
@@ -40,25 +66,14 @@ class Demonstrations:
         self._end_token = end_token
         self._episodes = self._encode(source, completion_field)
         self._heldout = self._encode(heldout, completion_field) if heldout else []
-        self._batch_size = min(batch_size, len(self._episodes))
-        self._seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])
-        """The epoch that was asked for last, and its order."""
+        self._order = Order(len(self._episodes), batch_size, seed, "demonstrations")
 
     def update(self, number: int) -> Batch:
-        """The demonstrations of one update: epochs are shuffled anew, and their ends are not cut short."""
-        first = number * self._batch_size
-        return self._batch([self._episodes[self._place(position)] for position in range(first, first + self._batch_size)])
+        """The demonstrations of one update."""
+        return self._batch([self._episodes[place] for place in self._order.places(number)])
 
     def heldout(self) -> Batch:
         return self._batch(self._heldout)
-
-    def _place(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._episodes))
-        if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(sample_seed(self._seed, "demonstrations", epoch))
-            self._order = (epoch, torch.randperm(len(self._episodes), generator=generator).tolist())
-        return self._order[1][place]
 
     def _batch(self, episodes: list[Episode]) -> Batch:
         batch = pack_episodes(episodes)

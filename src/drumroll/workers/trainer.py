@@ -1,9 +1,10 @@
-"""The `actor_train` and `reference` roles: one rank of a training backend."""
+"""The `actor_train`, `reference` and `critic` roles: one rank of a training backend."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from drumroll.algo.algorithm import build_algorithm
-from drumroll.algo.loss import cross_entropy
-from drumroll.backends.train.base import Metrics, RankState, TrainBackend
+from drumroll.algo.critic import value_loss
+from drumroll.algo.loss import Loss, cross_entropy
+from drumroll.backends.train.base import Head, Metrics, RankState, Reads, TrainBackend
 from drumroll.cluster.transport import SendsWeights
 from drumroll.config.models import AlgoConfig, TrainerConfig
 from drumroll.registry import REGISTRY
@@ -32,20 +34,31 @@ class TrainWorker(SendsWeights):
         seed: int,
         trust_remote_code: bool = False,
         algo: dict[str, Any] | None = None,
+        head: Head = "lm",
+        reads: Reads = "before",
+        value_clip: float | None = None,
     ) -> None:
+        """`algo` is there for a policy in RL; a `scalar` head that reads `before` is a critic's, with `value_clip` for its loss."""
         entry = REGISTRY.lookup("train_backend", trainer["kind"])
         config = entry.schema(TrainerConfig).model_validate(trainer)
         self.rank = rank
-        self.backend: TrainBackend = entry.target(config, Path(model_folder), dtype, seed, trust_remote_code=trust_remote_code)
+        self.backend: TrainBackend = entry.target(
+            config, Path(model_folder), dtype, seed, trust_remote_code=trust_remote_code, head=head, reads=reads
+        )
         self.backend.setup(rank)
         self._snapshot: RankState | None = None
-        self._loss = build_algorithm(AlgoConfig.model_validate(algo)).loss if algo is not None else cross_entropy
+        self._loss: Loss = partial(value_loss, clip=value_clip) if head == "scalar" else cross_entropy
+        if algo is not None:
+            self._loss = build_algorithm(AlgoConfig.model_validate(algo)).loss
 
     def logprobs(self, batch: Batch) -> Tensor:
         return self.backend.logprobs(batch)
 
+    def values(self, batch: Batch) -> Tensor:
+        return self.backend.values(batch)
+
     def train(self, updates: Sequence[Batch]) -> list[Metrics]:
-        """One update for each batch, by the algorithm's loss."""
+        """One update for each batch, by the algorithm's loss or a critic's."""
         return self.backend.train(updates, self._loss)
 
     def imitate(self, updates: Sequence[Batch]) -> list[Metrics]:

@@ -21,13 +21,22 @@ def test_sequence_mean_counts_every_trajectory_with_tokens_the_same() -> None:
     torch.testing.assert_close(token_weights(BATCH, "sequence_mean"), torch.tensor(expected))
 
 
+def test_group_mean_counts_every_group_with_tokens_the_same() -> None:
+    """Four tokens of one group in two trajectories, one of another, none of a third."""
+    batch = pack_demonstrations([([1], [2, 3, 4]), ([1], [2]), ([1, 2], [3]), ([1], [])]).with_fields(
+        group_index=torch.tensor([4, 0, 4, 2])
+    )
+    expected = [0, 1 / 8, 1 / 8, 1 / 8, 0, 1 / 2, 0, 0, 1 / 8, 0]
+    torch.testing.assert_close(token_weights(batch, "group_mean"), torch.tensor(expected))
+
+
 def test_constant_length_divides_by_trajectories_times_the_budget() -> None:
     torch.testing.assert_close(token_weights(BATCH, "constant_length", 10), BATCH.loss_mask / 30)
     with pytest.raises(ValueError, match="budget of one reply"):
         token_weights(BATCH, "constant_length")
 
 
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "constant_length"])
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "group_mean", "constant_length"])
 @pytest.mark.parametrize("indices", [[], [2]])
 def test_nothing_to_learn_from_weighs_nothing(kind: str, indices: list[int]) -> None:
     part = select(BATCH, indices)

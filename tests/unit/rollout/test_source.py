@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drumroll.data.cursor import TaskCursor
 from drumroll.rollout.source import GroupRequest, ListSource, TaskSource
-from drumroll.types import Task
+from drumroll.types import Sampling, Task
 
 TASKS = [Task(id=f"t{number}", prompt="?") for number in range(5)]
 
@@ -93,3 +93,9 @@ def test_a_state_that_was_loaded_can_be_saved_again_without_change() -> None:
     assert other.state() == state
     other.draw()
     assert other.state() == state
+
+
+def test_the_first_attempt_of_a_group_is_greedy_where_others_are_compared_with_it() -> None:
+    one = TaskSource(TaskCursor(TASKS, seed=1), groups_per_round=3, group_size=4, sampling=Sampling(temperature=0.7), has_greedy=True)
+    assert [one.draw().sampling_of(number).temperature for number in range(4)] == [0.0, 0.7, 0.7, 0.7]
+    assert [source().draw().sampling_of(number).temperature for number in range(4)] == [1.0] * 4

@@ -1,6 +1,17 @@
 """What a training backend must be able to do. `tests/contract/test_train_*.py` check every registered one.
 
 Every rank of the role holds one backend, and every method marked *collective* must be called on all of them.
+
+A model has one of two heads:
+
+    lm       a causal language model. A token has a log-probability.
+    scalar   a sequence classification model with one label, whose score (`score.weight`) is read at every token. A token has a value.
+             A folder of a causal LM gets a score of zeros; an exported folder is read by `AutoModelForSequenceClassification` and by
+             the reward `reward_model`.
+
+A scalar head speaks of a token either when it has read all tokens `before` it, as a critic does, who judges the state that the token was
+chosen in, so that values stand beside log-probabilities; or when it has read all `through` it, as a reward model does, whose score of a
+text is its value at the text's last token.
 """
 
 from __future__ import annotations
@@ -17,21 +28,35 @@ from drumroll.backends.train.shards import RankState
 from drumroll.config.models import TrainerConfig
 from drumroll.types import Batch, RankInfo, Schedule
 
-__all__ = ["Loss", "Metrics", "RankState", "TrainBackend"]
+__all__ = ["Head", "Loss", "Metrics", "RankState", "Reads", "TrainBackend"]
 
 Metrics = dict[str, float]
+Head = Literal["lm", "scalar"]
+Reads = Literal["before", "through"]
 
 
 class TrainBackend(ABC):
     """One rank of a trained model."""
 
-    def __init__(self, config: TrainerConfig, model_folder: Path, dtype: str, seed: int, *, trust_remote_code: bool = False) -> None:
-        """`dtype` is what passes compute in (`float32`, `bfloat16`)."""
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model_folder: Path,
+        dtype: str,
+        seed: int,
+        *,
+        trust_remote_code: bool = False,
+        head: Head = "lm",
+        reads: Reads = "before",
+    ) -> None:
+        """`dtype` is what passes compute in (`float32`, `bfloat16`); `reads` is for a scalar head."""
         self.config = config
         self.model_folder = model_folder
         self.dtype = dtype
         self.trust_remote_code = trust_remote_code
         self.seed = seed
+        self.head = head
+        self.reads = reads
 
     @abstractmethod
     def setup(self, rank: RankInfo) -> None:
@@ -40,21 +65,30 @@ class TrainBackend(ABC):
     @abstractmethod
     def logprobs(self, batch: Batch) -> Tensor:
         """Collective. [T] float32 on the CPU: log-probability of each token under its trajectory's sampling settings, 0 outside
-        `loss_mask`."""
+        `loss_mask`. For `lm` heads."""
+
+    @abstractmethod
+    def values(self, batch: Batch) -> Tensor:
+        """Collective. [T] float32 on the CPU: the head's value of each token, 0 outside `loss_mask`. For `scalar` heads.
+
+        Example: with `reads` = `before`, the value of token 5 is the score at token 4; with `through`, the score at token 5."""
 
     @abstractmethod
     def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
-        """Collective. One optimizer update for each batch; every rank passes its shard of each.
+        """Collective. One optimizer update for each batch; every rank passes its shard of each. The loss is given the log-probabilities
+        of an `lm` head, or the values of a `scalar` head.
 
         Over all ranks the weights of a batch sum to 1 (or to 0: then the update is a no-op); the gradient is that of the sum
-        over all ranks' tokens of weight × loss, whatever the number of ranks and micro-batches. Where a batch has no `old_logp`, the
-        log-probabilities of that very pass, without gradient, take its place. An update whose loss or gradient is not
+        over all ranks' tokens of weight × loss, whatever the number of ranks and micro-batches. Trajectories of one of the batch's
+        `units`, which no shard splits, are in the same micro-batch. Where a batch has no `old_logp`, the
+        log-probabilities of that very pass, without gradient, take its place. Where the loss needs `entropy` (`needs_of` in
+        `algo.loss`), the batch that it is given has it, with gradient. An update whose loss or gradient is not
         finite, on whichever rank, leaves weights, optimizer and schedule of all ranks as they were.
 
         Metrics of each update, the same on every rank: `loss`, `grad_norm` (before clipping), `lr`, `num_tokens`,
         `num_loss_tokens` (in the loss mask), `skipped` (1.0 when nothing was updated), `nonfinite` (1.0 when that was because
         loss or gradient was not finite, rather than for want of weight); and unless there was no weight, as means over the
-        loss mask, `entropy` and the loss's own."""
+        loss mask, `entropy` and the loss's own; and its `weighted` ones as sums with the weights."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:

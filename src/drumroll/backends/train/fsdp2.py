@@ -1,4 +1,4 @@
-"""Training backend `fsdp2`: a Hugging Face causal LM, sharded over the ranks by torch's FSDP2.
+"""Training backend `fsdp2`: a Hugging Face causal LM, or one with a scalar head, sharded over the ranks by torch's FSDP2.
 
     update ─► micro-batches of packed trajectories ─► forward, loss, backward each ─► clip ─► AdamW
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 
-from drumroll.algo.loss import Loss
+from drumroll.algo.loss import Loss, needs_of
 from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.train.base import Metrics, TrainBackend
@@ -32,6 +32,7 @@ from drumroll.backends.train.schedule import learning_rate
 from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
 from drumroll.errors import CheckpointError, ModelError
+from drumroll.models.folder import CLASSIFIER_ENDING
 from drumroll.registry import register
 from drumroll.text.packing import micro_batches, pack_demonstrations, select, token_indices
 from drumroll.types import Batch, RankInfo, Schedule
@@ -78,19 +79,28 @@ class Fsdp2(TrainBackend):
         self._reshard()
 
     def logprobs(self, batch: Batch) -> Tensor:
-        plan = micro_batches(batch.lengths, self.config.micro_batch_tokens)
-        logp = torch.zeros(batch.num_tokens)
+        assert self.head == "lm", "a scalar head has values and no log-probabilities"
+        return self._outputs(batch)
+
+    def values(self, batch: Batch) -> Tensor:
+        assert self.head == "scalar", "a language model has log-probabilities and no values"
+        return self._outputs(batch)
+
+    def _outputs(self, batch: Batch) -> Tensor:
+        """[T] what the head says of each token, on the CPU and without gradient."""
+        plan = micro_batches(batch.lengths, self.config.micro_batch_tokens, batch.units)
+        outputs = torch.zeros(batch.num_tokens)
         with torch.no_grad():
             for number in range(max(self._group.gather(len(plan)))):
                 if number < len(plan):
-                    logp[token_indices(batch, plan[number])] = self._score(select(batch, plan[number]))[0].cpu()
+                    outputs[token_indices(batch, plan[number])] = self._score(select(batch, plan[number]))[0].cpu()
                 else:
                     self._score(_placeholder())
         self._reshard()
-        return logp
+        return outputs
 
     def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
-        plans = [micro_batches(batch.lengths, self.config.micro_batch_tokens) for batch in updates]
+        plans = [micro_batches(batch.lengths, self.config.micro_batch_tokens, batch.units) for batch in updates]
         mine = [
             (len(plan), float(batch.weight[batch.loss_mask].abs().sum()), int(batch.loss_mask.sum()), batch.num_tokens)
             for plan, batch in zip(plans, updates, strict=True)
@@ -110,7 +120,7 @@ class Fsdp2(TrainBackend):
         if weight == 0.0:
             return metrics
         self._optimizer.zero_grad(set_to_none=True)  # a loss that raised may have left some behind
-        sums: dict[str, Tensor] = {}
+        sums: dict[tuple[str, bool], Tensor] = {}
         for number in range(num_passes):
             self._reduce_gradients(self.config.reduce_every_pass or number == num_passes - 1)
             if number < len(plan):
@@ -119,14 +129,13 @@ class Fsdp2(TrainBackend):
                 (self._score(_placeholder())[0].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
         names = list(sums)
         values = torch.stack([sums[name] for name in names]).tolist() if names else []
-        totals: dict[str, float] = {}
+        totals: dict[tuple[str, bool], float] = {}
         for rank_sums in self._group.gather(dict(zip(names, values, strict=True))):
             for name, value in rank_sums.items():
                 totals[name] = totals.get(name, 0.0) + value
-        metrics |= {name: value / num_tokens for name, value in totals.items() if name != "loss"}
-        metrics["loss"] = totals["loss"]
+        metrics |= {name: value / num_tokens if is_mean else value for (name, is_mean), value in totals.items()}
         metrics["grad_norm"] = norm = self._clip()
-        if math.isfinite(norm) and math.isfinite(totals["loss"]):
+        if math.isfinite(norm) and math.isfinite(metrics["loss"]):
             for settings in self._optimizer.param_groups:
                 settings["lr"] = lr
             self._optimizer.step()
@@ -137,44 +146,56 @@ class Fsdp2(TrainBackend):
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _learn(self, part: Batch, loss: Loss, sums: dict[str, Tensor]) -> None:
-        """Forward, loss and backward of one micro-batch; adds what is to be reported to `sums`."""
-        logp, entropy = self._score(part)
+    def _learn(self, part: Batch, loss: Loss, sums: dict[tuple[str, bool], Tensor]) -> None:
+        """Forward, loss and backward of one micro-batch; adds what is to be reported to `sums`, by name and whether a mean over the loss
+        mask is to be made of it."""
+        needs_entropy = "entropy" in needs_of(loss)
+        output, about = self._score(part, entropy_learns=needs_entropy)
         part = part.to(self._device)
-        if part.old_logp is None:
-            part = part.with_fields(old_logp=logp.detach())
-        outcome = loss(logp, part)
+        if needs_entropy:
+            part = part.with_fields(entropy=about["entropy"])
+        if part.old_logp is None and self.head == "lm":
+            part = part.with_fields(old_logp=output.detach())
+        outcome = loss(output, part)
         total = (outcome.loss * part.weight).masked_fill(~part.loss_mask, 0.0).sum()
         total.backward()  # type: ignore[no-untyped-call]
-        reported = {name: value.masked_fill(~part.loss_mask, 0.0).sum() for name, value in {**outcome.metrics, "entropy": entropy}.items()}
-        for name, value in {"loss": total, **reported}.items():
-            sums[name] = sums.get(name, 0.0) + value.detach().double()
+        means = {(name, True): value for name, value in {**outcome.metrics, **about}.items()}
+        weighted = {(name, False): value * part.weight for name, value in outcome.weighted.items()}
+        reported = {key: value.masked_fill(~part.loss_mask, 0.0).sum() for key, value in {**means, **weighted}.items()}
+        for key, value in {("loss", False): total, **reported}.items():
+            sums[key] = sums.get(key, 0.0) + value.detach().double()
 
-    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[T] log-probability of each token in the loss mask under its trajectory's sampling settings, and [T] entropy there.
+    def _score(self, batch: Batch, *, entropy_learns: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T] what the head says of each token in the loss mask, and what is to be reported besides.
 
-        `batch` is on the CPU, so that nothing here waits for the device."""
+        An `lm` head gives log-probabilities under each trajectory's sampling settings, and `entropy`, [T], which has a gradient where
+        it is to learn; a `scalar` head gives values. `batch` is on the CPU, so that nothing here waits for the device."""
         rows = batch.loss_mask.nonzero().squeeze(1)
+        spread = torch.zeros(batch.num_tokens, device=self._device)
+        if self.head == "scalar":
+            rows = rows.to(self._device)
+            values = self._logits(batch, rows if self.reads == "through" else rows - 1).squeeze(-1).float()
+            return spread.index_copy(0, rows, values), {}
         trajectory = torch.arange(batch.num_trajectories).repeat_interleave(batch.offsets.diff())[rows]
         settings = [value[trajectory].to(self._device) for value in (batch.temperature, batch.top_p, batch.top_k)]
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
         targets = batch.token_ids[rows].to(self._device)
         rows = rows.to(self._device)
+        logp, entropy = _chosen(self._logits(batch, rows - 1), targets, settings, truncates, entropy_learns)
+        return spread.index_copy(0, rows, logp), {"entropy": spread.index_copy(0, rows, entropy)}
+
+    def _logits(self, batch: Batch, places: Tensor) -> Tensor:
+        """[R, V] what the model puts out at these places of the batch; a scalar head has a V of 1."""
         layout = PackedLayout(batch.lengths, self._device)
-        output = self._model(
+        logits: Tensor = self._model(
             input_ids=batch.token_ids[None].to(self._device),
             position_ids=batch.position_ids[None].to(self._device),
-            logits_to_keep=rows - 1,
+            logits_to_keep=places,
             use_cache=False,
             packed=layout,
-        )
+        ).logits[0]
         layout.check(self._num_layers, self._source_config.model_type)
-        logits = output.logits[0]
-        if len(logits) != len(rows):  # a model that does not know `logits_to_keep`
-            logits = logits[rows - 1]
-        logp, entropy = _chosen(logits, targets, settings, truncates)
-        spread = torch.zeros(batch.num_tokens, device=self._device)
-        return spread.index_copy(0, rows, logp), spread.index_copy(0, rows, entropy)
+        return logits if len(logits) == len(places) else logits[places]  # where a model does not know `logits_to_keep`
 
     def _clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`; their norm before that, over all ranks."""
@@ -324,19 +345,22 @@ class Fsdp2(TrainBackend):
 
     def _load(self) -> Any:
         """The model on the CPU, in float32, without dropout, attending to packed sequences."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers.utils import logging
 
-        disable_progress_bar()  # a worker's standard error is a log
+        logging.disable_progress_bar()  # a worker's standard error is a log
+        logging.set_verbosity_error()  # weights that are missing are reported below
         register_packed_attention()
         try:
             source = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
             self._source_config = AutoConfig.from_pretrained(self.model_folder, **source)
+            fresh = self._fit_scalar_head() if self.head == "scalar" else set()
             config = copy.deepcopy(self._source_config)
             for name, value in config.to_dict().items():
                 if "drop" in name and isinstance(value, float):
                     setattr(config, name, 0.0)  # log-probabilities must be those that the engine sampled at
-            model, report = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
+            model, report = kind.from_pretrained(
                 self.model_folder,
                 config=config,
                 dtype=torch.float32,
@@ -346,15 +370,34 @@ class Fsdp2(TrainBackend):
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"'{self.model_folder}' cannot be loaded for training: {type(error).__name__}: {error}") from error
-        if report["missing_keys"]:
-            raise ModelError(f"'{self.model_folder}' lacks weights of its model: {', '.join(sorted(report['missing_keys'])[:5])}")
+        missing = sorted(set(report["missing_keys"]) - fresh)
+        if missing:
+            raise ModelError(f"'{self.model_folder}' lacks weights of its model: {', '.join(missing[:5])}")
+        if self.head == "scalar":
+            _score_every_token(model)
+            if fresh:
+                torch.nn.init.zeros_(model.score.weight)
+            self._source_config.architectures = [type(model).__name__]
         self._num_layers = config.get_text_config().num_hidden_layers
         if self.config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model.train(self.config.gradient_checkpointing)  # transformers checkpoints only in training mode
 
+    def _fit_scalar_head(self) -> set[str]:
+        """Make the config one of a classifier with one label; names of the weights that the folder is allowed not to have."""
+        is_classifier = any(name.endswith(CLASSIFIER_ENDING) for name in self._source_config.architectures or ())
+        if is_classifier and self._source_config.num_labels != 1:
+            raise ModelError(
+                f"'{self.model_folder}' is a classifier with {self._source_config.num_labels} labels; one with a single label, or a "
+                f"causal language model, was expected."
+            )
+        self._source_config.num_labels = 1
+        return set() if is_classifier else {"score.weight"}
+
     def _shard(self) -> None:
-        """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged."""
+        """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged.
+
+        A score is computed in float32, because rewards are told apart by less than what narrower numbers round to."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32)
@@ -362,6 +405,9 @@ class Fsdp2(TrainBackend):
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
+        if self.head == "scalar":
+            exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+            fully_shard(self._model.score, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
         fully_shard(self._model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
@@ -382,12 +428,14 @@ class Fsdp2(TrainBackend):
             self._model.set_requires_gradient_sync(now)
 
 
-def _chosen(logits: Tensor, targets: Tensor, settings: Sequence[Tensor], truncates: bool) -> tuple[Tensor, Tensor]:
+def _chosen(
+    logits: Tensor, targets: Tensor, settings: Sequence[Tensor], truncates: bool, entropy_learns: bool = False
+) -> tuple[Tensor, Tensor]:
     """[R] log-probability of each row's target and [R] entropy of each row, in float32, a bounded number of logits at a time."""
 
     def chosen(logits: Tensor, targets: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
         logp = processed_logp(logits, temperature, top_p, top_k, keep=targets, truncates=truncates)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_learns):
             entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 × -inf is not 0
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 
@@ -398,6 +446,23 @@ def _chosen(logits: Tensor, targets: Tensor, settings: Sequence[Tensor], truncat
     chunks = zip(*(torch.split(value, size) for value in rows), strict=True)
     logp, entropy = zip(*(checkpoint(chosen, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
     return torch.cat(logp), torch.cat(entropy)
+
+
+def _score_every_token(model: Any) -> None:
+    """Change a classifier's forward pass, which scores the last token of a row, into one that scores all that are asked for."""
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} has no linear layer named `score`, so its tokens cannot be scored one by one. Use a model whose "
+            f"classifier has one, such as llama, qwen2, qwen3 or gpt2."
+        )
+
+    def forward(input_ids: Tensor, logits_to_keep: Tensor, **inputs: Any) -> Any:
+        hidden = model.base_model(input_ids=input_ids, **inputs).last_hidden_state
+        return SequenceClassifierOutput(logits=model.score(hidden[:, logits_to_keep]))
+
+    model.forward = forward
 
 
 def _placeholder() -> Batch:

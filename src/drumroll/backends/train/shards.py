@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,9 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 """What the safetensors format calls them."""
+
+SCORE = "score.weight"
+"""The weights of a scalar head."""
 
 _COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 """Files of a model folder besides weights: config, tokenizer, chat template, the model's own code and the like."""
@@ -255,8 +258,17 @@ def export_folder(checkpoint_folder: Path, model_folder: Path, out: Path, *, max
             (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
+        if any(source.name == SCORE for source in sources):
+            config |= _classifier_facts(config)
         (aside / "config.json").write_text(json.dumps({**config, "dtype": shards.dtype}, indent=2))
         copy_companions(model_folder, aside)
+
+
+def _classifier_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes the config of a language model that of the same model with a scalar head."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES
+
+    return {"architectures": [NAMES[config["model_type"]]], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 @contextmanager
