@@ -1,7 +1,7 @@
 """Writes the maps (as seeds) and the demonstrations of recipes/frozen_lake.yaml: python recipes/frozen_lake/make_data.py
 
 No map of heldout.jsonl occurs in train.jsonl or in the demonstrations. The expert of the demonstrations makes a detour in a share of
-its moves.
+its moves, so that four of ten reach the goal in time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from drumroll.envs.frozen_lake import random_map
 
 HERE = Path(__file__).parent
 ENV = {"chat": False, "rules": False, "tag": None, "moves": ["U", "D", "L", "R"], "max_moves": 10}
-NUM_TRAIN, NUM_HELDOUT, NUM_DEMONSTRATIONS, DETOUR = 4000, 256, 96, 0.15
+NUM_TRAIN, NUM_HELDOUT, NUM_DEMONSTRATIONS, DETOUR = 4000, 256, 400, 0.35
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ at a time, in its main thread.
 
 A call whose episode is over, because its deadline has passed or nobody wants it any more, is left behind. A thread that is left behind
 is replaced by another one. A child has `PATIENCE_S` to come back; then it is killed and replaced. The other episodes in a child that is
-killed or dies fail with `WorkerLost`, and are tried again.
+killed or dies fail with `WorkerLost`, and are tried again; so do those in a child whose memory is full (`process_memory_mib`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import itertools
 import pickle
+import resource
 import threading
 import traceback
 from abc import abstractmethod
@@ -58,6 +59,8 @@ class BlockingConfig(EnvConfig):
     """Child processes of each environment worker, with `runs_in: process`. Each makes one call at a time."""
     episodes_per_process: PositiveInt | None = None
     """A child process that has had so many takes no more, ends when they are over, and is replaced: for environments that leak memory."""
+    process_memory_mib: PositiveInt | None = None
+    """Memory that a child process may have, in MiB. The call that asks for more fails, and the child is replaced."""
 
 
 class BlockingEnv(Env):
@@ -281,7 +284,8 @@ class _InProcess:
     async def close(self) -> None:
         try:
             if not self._home.lost:
-                await self._home.ask(("end", self._number, None))
+                with contextlib.suppress(WorkerLost):  # gone meanwhile, and the episode with it
+                    await self._home.ask(("end", self._number, None))
         finally:
             await self._homes.leave(self._home)
 
@@ -333,6 +337,10 @@ class _Home:
                     hello = (Luggage.pack(), self.kind, self.options)
                     self._child = await Child.start("drumroll.envs.blocking:open_environments", hello)
                 answer = await self._child.ask(question)
+                if answer[0] == "full":
+                    self.lost = str(answer[1])
+                    await self._child.end()
+                    raise ChildDied(self.lost)
             except ChildDied as died:
                 self.lost = self.lost or str(died)
                 raise WorkerLost(f"env '{self.kind}': the process that the episode lived in is gone: {self.lost}.") from None
@@ -401,7 +409,7 @@ def _homes(config: BlockingConfig) -> _Homes:
     return known[key]
 
 
-Answer = tuple[Literal["step", "fault", "error"], Any]
+Answer = tuple[Literal["step", "fault", "error", "full"], Any]
 
 
 def open_environments(hello: tuple[Luggage, str, dict[str, Any]]) -> Callable[[tuple[Method, int, Any]], Answer]:
@@ -410,6 +418,9 @@ def open_environments(hello: tuple[Luggage, str, dict[str, Any]]) -> Callable[[t
     luggage.unpack()
     entry = REGISTRY.lookup("env", kind)
     config = entry.schema(EnvConfig).model_validate(options)
+    limit = getattr(config, "process_memory_mib", None)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit << 20, limit << 20))
     episodes: dict[int, BlockingEnv] = {}
 
     def call(method: Method, number: int, argument: Any) -> bytes:
@@ -426,6 +437,10 @@ def open_environments(hello: tuple[Luggage, str, dict[str, Any]]) -> Callable[[t
             return "step", call(*question)
         except PolicyFault as fault:
             return "fault", (fault.reward, fault.reason)
+        except MemoryError as error:
+            episodes.clear()
+            allowed = "" if limit is None else f" (`env.process_memory_mib` is {limit})"
+            return "full", f"its memory was full{allowed}{_place_text(error)}"
         except BaseException as error:  # `sys.exit` in one episode is no reason to end the others
             return "error", f"{type(error).__name__}: {error}{_place_text(error)}"
 

@@ -10,6 +10,7 @@ from drumroll.envs.base import Step
 from drumroll.envs.blocking import BlockingConfig, BlockingEnv
 from drumroll.errors import PolicyFault
 
+LEAKED: list[bytearray] = []
 MEETING = threading.Barrier(2, timeout=60)
 
 
@@ -49,6 +50,8 @@ class Moody(BlockingEnv):
                 raise StopIteration
             case ["type"]:
                 return "a text"
+            case ["leak"]:
+                LEAKED.append(bytearray(64 << 20))
             case ["odd"]:
                 return Step(prompt="", metrics={"function": lambda: 1.0})
         return Step(prompt=f"{os.getpid()}", done=reply == "done", reward=0.5, success=True)

@@ -253,6 +253,29 @@ def test_a_child_is_recycled_when_it_is_idle(tmp_path) -> None:
     run(main)
 
 
+async def leak(env: BlockingEnv, times: int) -> None:
+    for _ in range(times):
+        await env.step("leak")
+
+
+def test_a_child_whose_memory_is_full_is_replaced(tmp_path) -> None:
+    async def main() -> None:
+        options = {"runs_in": "process", "num_processes": 1, "process_memory_mib": 1024}
+        first, one = await begun(tmp_path, **options)
+        second, also_one = await begun(tmp_path, **options)
+        assert one == also_one
+        with pytest.raises(WorkerLost, match=r"memory was full \(`env.process_memory_mib` is 1024\)"):
+            await leak(first, times=20)
+        with pytest.raises(WorkerLost, match="memory was full"):
+            await second.step("go on")
+        assert not exists(one)
+        third, two = await begun(tmp_path, **options)
+        assert int((await third.step("leak")).prompt) == two
+        await asyncio.gather(first.close(), second.close(), third.close())
+
+    run(main)
+
+
 def test_a_process_must_find_the_environment_by_its_name(tmp_path) -> None:
     entry = REGISTRY.lookup("env", KIND)
     env = entry.target(entry.schema(EnvConfig)(kind="single_turn", log="", runs_in="process"))
