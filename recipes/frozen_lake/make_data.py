@@ -14,7 +14,7 @@ from drumroll.envs.frozen_lake import random_map
 
 HERE = Path(__file__).parent
 ENV = {"chat": False, "rules": False, "tag": None, "moves": ["U", "D", "L", "R"], "max_moves": 10}
-NUM_TRAIN, NUM_HELDOUT, NUM_DEMONSTRATIONS, DETOUR = 4000, 256, 400, 0.35
+NUM_TRAIN, NUM_HELDOUT, NUM_DEMONSTRATIONS, DETOUR = 4000, 256, 800, 0.35
 
 
 def main() -> None:

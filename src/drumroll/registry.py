@@ -61,8 +61,8 @@ class Entry:
     name: str
     target: Callable[..., Any]
     needs: tuple[str, ...] = ()
-    """What must be there for it: fields of the batch (`ref_logp`, `values`, `entropy`), `groups` of several members, or in each group
-    a member that is `greedy`."""
+    """What must be there for it: fields of the batch (`ref_logp`, `values`, `entropy`, `teacher_logp`, `teacher_top_logp`, `top_logp`),
+    `groups` of several members, or in each group a member that is `greedy`."""
     seat: Seat = "inline"
     """Of a reward."""
 
@@ -137,10 +137,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("step_level", "gigpo"), "drumroll.algo.credit"),
         "gae": "drumroll.algo.critic",
+        "distill": "drumroll.algo.distill",
     },
-    "loss": dict.fromkeys(
-        ("ppo_clip", "gspo", "gspo_token", "cispo", "topr", "kimi", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"
-    ),
+    "loss": {
+        **dict.fromkeys(
+            ("ppo_clip", "gspo", "gspo_token", "cispo", "topr", "kimi", "policy_gradient", "cross_entropy"), "drumroll.algo.loss"
+        ),
+        "gkd": "drumroll.algo.distill",
+    },
     "correction": dict.fromkeys(("none", "decoupled", "truncated_is", "masked_is"), "drumroll.algo.correction"),
     "preference_loss": dict.fromkeys(("dpo", "ipo", "kto", "simpo", "reward_model"), "drumroll.algo.preference"),
     "group_filter": dict.fromkeys(("all_right", "all_wrong", "all_equal", "reward_variance"), "drumroll.rollout.filters"),

@@ -318,6 +318,17 @@ class Batch:
     """[T] float32: what each token's KL term counts for in the loss, where that changes from step to step."""
     entropy: Tensor | None = None
     """[T] float32, with gradient: of the distribution that each token was drawn from. Filled in by the trainer where the loss needs it."""
+    teacher_logp: Tensor | None = None
+    """[T] float32: the teacher's log-probabilities."""
+    teacher_top_ids: Tensor | None = None
+    """[T, K] int32: the K tokens that the teacher finds likeliest in each token's place, the likeliest first."""
+    teacher_top_logp: Tensor | None = None
+    """[T, K] float32: the teacher's log-probabilities of those, normalised over the whole vocabulary."""
+    teacher_temperature: Tensor | None = None
+    """[N] float32: what the logits of teacher and student are divided by where they are compared; `temperature` where it is None."""
+    top_logp: Tensor | None = None
+    """[T, K] float32, with gradient: the trained model's log-probabilities of `teacher_top_ids`. Filled in by the trainer where the loss
+    needs it."""
     turns: Turns | None = None
     """The policy's turns; None for demonstrations. Stays on the host."""
     baseline: Tensor | None = None
@@ -350,6 +361,23 @@ class Batch:
     def to(self, device: torch.device | str) -> Self:
         moved = {f.name: value.to(device) for f in fields(self) if hasattr(value := getattr(self, f.name), "to")}
         return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogp:
+    """What a model says of every token of a batch, and of the K likeliest in its place. Where nothing was asked, outside the loss mask,
+    everything is 0.
+
+    Example: with a vocabulary of 3, K of 2, and a token 1 of probability 0.3: `logp` = [-1.2], `ids` = [[2, 1]],
+    `top_logp` = [[-0.5, -1.2]].
+    """
+
+    logp: Tensor
+    """[T] float32"""
+    ids: Tensor
+    """[T, K] int32, the likeliest first."""
+    top_logp: Tensor
+    """[T, K] float32"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from drumroll.backends.classifier import Classifier, open_scorer, padded_batches
 from drumroll.errors import ModelError, WorkerError
 from drumroll.models.folder import check_classifier_folder
-from drumroll.models.scratch import character_tokenizer
+from drumroll.models.scratch import scratch_tokenizer
 from drumroll.rewards.place import ScoreModel
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789=<>/ .\n"
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 
 def make_classifier(folder: Path, architecture: str = "llama", *, auto: Any = AutoModelForSequenceClassification, **changes: Any) -> Path:
-    tokenizer = character_tokenizer(CHARACTERS)
+    tokenizer = scratch_tokenizer(CHARACTERS)
     tokenizer.chat_template = TEMPLATE
     options = {"vocab_size": len(tokenizer), "pad_token_id": PAD, "eos_token_id": EOS, "num_labels": 1, **ARCHITECTURES[architecture]}
     with torch.random.fork_rng(devices=[]):

@@ -10,7 +10,7 @@ from tiny import run_tiny
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from drumroll.errors import RolloutError
-from drumroll.models.scratch import character_tokenizer
+from drumroll.models.scratch import scratch_tokenizer
 from drumroll.record.files import read_lines
 from drumroll.record.folder import RunFolder
 from drumroll.record.store import Filter, Reader
@@ -90,7 +90,7 @@ def test_a_reward_that_always_hangs_stops_the_run_by_name(tmp_path: Path) -> Non
 
 
 def make_reward_model(folder: Path, characters: str) -> Path:
-    tokenizer = character_tokenizer(characters)
+    tokenizer = scratch_tokenizer(characters)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -105,7 +105,7 @@ def test_a_reward_model_is_served_by_reward_workers(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "model", "0123456789=")
     run = short(tmp_path, [{"kind": "reward_model", "model": {"path": str(folder)}, "squash": True}])
     model = LlamaForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = character_tokenizer("0123456789=")
+    tokenizer = scratch_tokenizer("0123456789=")
     with Reader(run.store) as reader:
         samples = [reader.load(row.sample_id) for row in reader.query(Filter(phase="train", state="consumed"), limit=8)]
     for sample in samples:

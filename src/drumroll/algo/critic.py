@@ -18,7 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drumroll.algo.advantage import whitened
 from drumroll.algo.credit import over_tokens
+from drumroll.algo.segments import rewards_by_token, trajectory_of
 from drumroll.config.models import AdvantageConfig, Fraction
 from drumroll.registry import register
 from drumroll.types import Batch, TokenLoss
@@ -30,12 +32,7 @@ def gae(
 ) -> Tensor:
     """How much better each token, or each turn, was than the critic expected, [T]; `whiten` gives the batch mean 0 and deviation 1."""
     advantage_T = _estimate(batch, gamma, lam, by_turn)[0]
-    if not whiten:
-        return advantage_T.float()
-    advantage_P = advantage_T[batch.loss_mask]
-    if not len(advantage_P):
-        return advantage_T.float()
-    return ((advantage_T - advantage_P.mean()) / (advantage_P.std(correction=0) + eps)).masked_fill(~batch.loss_mask, 0.0).float()
+    return (whitened(advantage_T, batch, eps=eps) if whiten else advantage_T).float()
 
 
 def lambda_returns(batch: Batch, *, gamma: float = 1.0, lam: float = 0.95, by_turn: bool = False) -> Tensor:
@@ -97,8 +94,7 @@ class _Decisions:
 
 def _decide(batch: Batch, by_turn: bool) -> _Decisions:
     place_P = batch.loss_mask.nonzero().squeeze(1)
-    number_N = torch.arange(batch.num_trajectories)
-    owner_P = number_N.repeat_interleave(batch.offsets.diff(), output_size=batch.num_tokens)[place_P]
+    owner_P = trajectory_of(batch)[place_P]
     is_first_P = torch.ones_like(place_P, dtype=torch.bool)
     if by_turn:
         assert batch.turns is not None, "turns are known before the batch is divided"
@@ -114,24 +110,10 @@ def _rewards(batch: Batch, decisions: _Decisions) -> Tensor:
     """[D] what follows each decision before the next one.
 
     A reward for a turn whose tokens are no longer in the loss mask follows the decision before that turn, if there is one."""
-    reward_D = torch.zeros(len(decisions.place), dtype=torch.float64)
-    if batch.token_rewards is not None:
-        reward_D.index_add_(0, decisions.number, batch.token_rewards[batch.loss_mask].double())
-    rest_N = batch.rewards.double()
-    if batch.turns is not None:
-        turns = batch.turns
-        rest_N = rest_N.index_add(0, turns.trajectory, -turns.rewards.double())
-        _pay(reward_D, decisions, turns.ends, turns.trajectory, turns.rewards.double())
-    _pay(reward_D, decisions, batch.offsets[1:], torch.arange(batch.num_trajectories), rest_N)
-    return reward_D
-
-
-def _pay(reward_D: Tensor, decisions: _Decisions, end_X: Tensor, owner_X: Tensor, amount_X: Tensor) -> None:
-    """Give each amount to the last decision of its trajectory before that token."""
-    number_X = torch.searchsorted(decisions.place, end_X) - 1
-    has_one_X = number_X >= 0
-    has_one_X[has_one_X.clone()] = decisions.owner[number_X[has_one_X]] == owner_X[has_one_X]
-    reward_D.index_add_(0, number_X[has_one_X], amount_X[has_one_X])
+    begun_T = torch.searchsorted(decisions.place, torch.arange(batch.num_tokens), right=True)
+    owner_T = torch.cat([torch.tensor([-1]), decisions.owner])[begun_T]
+    number_T = begun_T.masked_fill(owner_T != trajectory_of(batch), 0)  # from 1; 0 before a trajectory's first decision
+    return torch.zeros(len(decisions.place) + 1, dtype=torch.float64).index_add(0, number_T, rewards_by_token(batch).double())[1:]
 
 
 def _estimate(batch: Batch, gamma: float, lam: float, by_turn: bool) -> tuple[Tensor, Tensor]:

@@ -42,11 +42,19 @@ def k3(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
 ESTIMATORS: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
+def distance(logp_T: Tensor, batch: Batch, estimator: Estimator) -> Tensor:
+    """[T] from the reference, 0 outside the mask; k1 is the log-ratio to it."""
+    if batch.ref_logp is None:
+        raise ValueError("a distance from the reference model needs `batch.ref_logp`, its log-probabilities; the batch has none")
+    outside_T = ~batch.loss_mask
+    return ESTIMATORS[estimator](logp_T.masked_fill(outside_T, 0.0), batch.ref_logp.masked_fill(outside_T, 0.0))
+
+
 def with_kl(loss: Loss, coef: float, estimator: Estimator = "k3") -> Loss:
     """The loss plus `coef` (or `batch.kl_coef`, where there is one) times the KL to `batch.ref_logp`, reported as `kl`."""
 
     def loss_with_kl(logp_T: Tensor, batch: Batch) -> TokenLoss:
-        kl_T = _estimate(logp_T, batch, estimator)
+        kl_T = distance(logp_T, batch, estimator)
         inner = loss(logp_T, batch)
         term_T = coef * kl_T if batch.kl_coef is None else batch.kl_coef.masked_fill(~batch.loss_mask, 0.0) * kl_T
         return TokenLoss(inner.loss + term_T, {**inner.metrics, "kl": kl_T.detach()})
@@ -56,18 +64,10 @@ def with_kl(loss: Loss, coef: float, estimator: Estimator = "k3") -> Loss:
 
 def sampled_kl(batch: Batch, estimator: Estimator) -> Tensor:
     """[T]: KL to the reference of the weights before the step's first update, or, where nobody asked those, of the ones that sampled."""
-    return _estimate(batch.behaviour_logp if batch.old_logp is None else batch.old_logp, batch, estimator)
+    return distance(batch.behaviour_logp if batch.old_logp is None else batch.old_logp, batch, estimator)
 
 
 def adapted(coef: float, kl: float, target: float, num_trajectories: int, horizon: float) -> float:
     """The next step's coefficient (arXiv 1909.08593): larger where `kl` was above `target`, smaller where it was below."""
     error = min(max(kl / target - 1.0, -MOST_ERROR), MOST_ERROR)
     return coef * (1.0 + error * min(1.0, num_trajectories / horizon))
-
-
-def _estimate(logp_T: Tensor, batch: Batch, estimator: Estimator) -> Tensor:
-    """[T], 0 outside the mask."""
-    if batch.ref_logp is None:
-        raise ValueError("a KL term needs `batch.ref_logp`, the reference model's log-probabilities; the batch has none")
-    outside_T = ~batch.loss_mask
-    return ESTIMATORS[estimator](logp_T.masked_fill(outside_T, 0.0), batch.ref_logp.masked_fill(outside_T, 0.0))

@@ -25,6 +25,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from drumroll.algo.kl import distance
 from drumroll.algo.loss import Loss
 from drumroll.algo.segments import trajectory_mean, trajectory_of, trajectory_sum
 from drumroll.config.models import NonNegativeFloat, PreferenceConfig
@@ -37,7 +38,7 @@ def dpo(
     logp_T: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
 ) -> TokenLoss:
     """DPO (arXiv 2305.18290): logistic loss of β × the difference of log-ratios; `label_smoothing` is the share of wrong labels."""
-    log_ratio_N = trajectory_sum(_log_ratio(logp_T, batch), batch)
+    log_ratio_N = trajectory_sum(distance(logp_T, batch, "k1"), batch)
     pairs = _compare(beta * log_ratio_N, batch)
     loss_P = -(1 - label_smoothing) * logsigmoid(pairs.gap) - label_smoothing * logsigmoid(-pairs.gap)
     return _outcome(loss_P, pairs, batch, logp_T)
@@ -46,7 +47,7 @@ def dpo(
 @register.preference_loss("ipo", needs=("pairs", "ref_logp"))
 def ipo(logp_T: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, per_token: bool = False) -> TokenLoss:
     """IPO (arXiv 2310.12036): squared distance of the difference of log-ratios from 1 / 2β; `per_token` takes their means per token."""
-    log_ratio_T = _log_ratio(logp_T, batch)
+    log_ratio_T = distance(logp_T, batch, "k1")
     pairs = _compare(trajectory_mean(log_ratio_T, batch) if per_token else trajectory_sum(log_ratio_T, batch), batch)
     return _outcome((pairs.gap - 1 / (2 * beta)) ** 2, pairs, batch, logp_T)
 
@@ -71,7 +72,7 @@ def kto(
     if batch.baseline is None:
         raise ValueError("loss 'kto' needs `batch.baseline`, the reference point; the batch has none")
     sign_N = batch.rewards.sign()
-    score_N = beta * (trajectory_sum(_log_ratio(logp_T, batch), batch) - batch.baseline)
+    score_N = beta * (trajectory_sum(distance(logp_T, batch, "k1"), batch) - batch.baseline)
     weight_N = torch.where(sign_N > 0, desirable_weight, undesirable_weight)
     loss_N = weight_N * (1 - (sign_N * score_N).sigmoid())
     at_N = last_tokens(batch)
@@ -161,13 +162,6 @@ def _outcome(loss_P: Tensor, pairs: _Pairs, batch: Batch, logp_T: Tensor | None 
         reported |= {"chosen_logp": logp_N[pairs.chosen], "rejected_logp": logp_N[pairs.rejected]}
     at_P = last_tokens(batch)[pairs.chosen]
     return TokenLoss(_stand(loss_P, at_P, batch), weighted={name: _stand(value, at_P, batch) for name, value in reported.items()})
-
-
-def _log_ratio(logp_T: Tensor, batch: Batch) -> Tensor:
-    if batch.ref_logp is None:
-        raise ValueError("this loss needs `batch.ref_logp`, the reference model's log-probabilities; the batch has none")
-    outside_T = ~batch.loss_mask
-    return logp_T.masked_fill(outside_T, 0.0) - batch.ref_logp.masked_fill(outside_T, 0.0)
 
 
 def _stand(value: Tensor, at: Tensor, batch: Batch) -> Tensor:

@@ -6,6 +6,8 @@ the batch by more than the last bit of a float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ from drumroll.types import Batch, Turns
 
 
 def spread(value_N: Tensor, batch: Batch) -> Tensor:
-    """[T]: every token has its trajectory's value."""
-    return value_N.repeat_interleave(batch.offsets.diff(), output_size=batch.num_tokens)
+    """[T]: every token has its trajectory's value. Differentiable."""
+    value_T: Tensor = _Spread.apply(value_N, batch.offsets, batch.num_tokens)  # type: ignore[no-untyped-call]
+    return value_T
 
 
 def trajectory_of(batch: Batch) -> Tensor:
@@ -24,7 +27,7 @@ def trajectory_of(batch: Batch) -> Tensor:
 
 def trajectory_sum(value_T: Tensor, batch: Batch) -> Tensor:
     """[N]: sum over each trajectory's tokens. Differentiable."""
-    return torch.segment_reduce(value_T.double(), "sum", offsets=batch.offsets, initial=0.0).to(value_T.dtype)
+    return _sums(value_T, batch.offsets)
 
 
 def trajectory_mean(value_T: Tensor, batch: Batch) -> Tensor:
@@ -48,7 +51,7 @@ def turn_rewards(batch: Batch, turns: Turns) -> Tensor:
 
 def rewards_by_token(batch: Batch) -> Tensor:
     """[T]: a turn's reward at its last token, what else a trajectory earned at its own last token, and `token_rewards` on top."""
-    reward_T = torch.zeros(batch.num_tokens) if batch.token_rewards is None else batch.token_rewards.clone()
+    reward_T = torch.zeros(batch.num_tokens) if batch.token_rewards is None else batch.token_rewards.masked_fill(~batch.loss_mask, 0.0)
     rest_N = batch.rewards
     if batch.turns is not None:
         reward_T = reward_T.index_add(0, batch.turns.ends - 1, batch.turns.rewards)
@@ -61,3 +64,21 @@ def to_go(value_T: Tensor, batch: Batch) -> Tensor:
     """[T]: the sum from each token to the end of its trajectory."""
     before_T = torch.cat([value_T.new_zeros(1), value_T]).double().cumsum(0)
     return (spread(before_T[batch.offsets[1:]], batch) - before_T[:-1]).to(value_T.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """Values for tokens, with gradients that are added in a fixed order: on CUDA, those of `repeat_interleave` are not."""
+
+    @staticmethod
+    def forward(ctx: Any, value_N: Tensor, offsets: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return value_N.repeat_interleave(offsets.diff(), output_size=num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _sums(gradients[0], *ctx.saved_tensors), None, None
+
+
+def _sums(value_T: Tensor, offsets: Tensor) -> Tensor:
+    """[N]"""
+    return torch.segment_reduce(value_T.double(), "sum", offsets=offsets, initial=0.0).to(value_T.dtype)

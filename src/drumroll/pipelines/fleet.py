@@ -2,7 +2,7 @@
 
 controller ── scheduler ──► environment workers ──► engines          rollout
      │                              └────────────► reward workers
-     │                              └── blocks ──► assembler ──► trainers, reference, critic     score, update
+     │                              └── blocks ──► assembler ──► trainers, reference, teacher, critic     score, update
      │                              └── blocks ──► recorder                              record
      └── trainers ── weights ──► engines                                                 sync
 """
@@ -23,11 +23,11 @@ from drumroll.cluster.cluster import DEADLINE_S, Cluster, Ref
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
 from drumroll.cluster.weights import SyncReport, WeightSync
-from drumroll.config.models import PreferenceRunConfig, RlConfig, Role, RunConfig, SftConfig, SftRunConfig
+from drumroll.config.models import PreferenceRunConfig, RlConfig, Role, RunConfig, SftConfig, SftRunConfig, TeacherConfig
 from drumroll.errors import DrumrollError, ModelError
 from drumroll.hub import resolve_folder
 from drumroll.life import Departure, Span
-from drumroll.models.prepare import prepare_model, resolve_dtype
+from drumroll.models.prepare import prepare_model, resolve_dtype, resolve_model
 from drumroll.pipelines.job import PreferenceJob, RlJob, SftJob
 from drumroll.plan import Placement, Plan, make_plan
 from drumroll.plan.placement import Helper
@@ -106,6 +106,7 @@ class Fleet:
         self.environments: Cluster
         self.rewards: Cluster | None = None
         self.reference: Cluster | None = None
+        self.teacher: Cluster | None = None
         self.critic: Cluster | None = None
         self._copied: dict[str, Cluster] = {}
         """Whose state the last `snapshot` copied, by the part of a checkpoint that it belongs in."""
@@ -123,14 +124,16 @@ class Fleet:
         self._start_together(
             trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
             assembler=lambda: self._assembler(algo=algo, constant_length=_longest_reply(cfg), **self._critic_targets(cfg)),
+            **self._teachers(cfg.teacher),
         )
 
     def start_sft(self, cfg: SftRunConfig) -> None:
-        """Trainers and the assembler, side by side."""
+        """Trainers, the assembler, and the teacher where there is one, side by side."""
         demonstrations = self._demonstrations(cfg.sft, cfg)
         self._start_together(
-            trainers=lambda: self._trainers("actor_train", self._model_folder),
+            trainers=lambda: self._trainers("actor_train", self._model_folder, distill=_soft_targets(cfg.sft)),
             assembler=lambda: self._assembler(demonstrations=demonstrations),
+            **self._teachers(cfg.teacher),
         )
 
     def start_preference(self, cfg: PreferenceRunConfig) -> None:
@@ -152,7 +155,7 @@ class Fleet:
         budget = _longest_reply(cfg)
         pooled = {"rewards": lambda: self._rewards(cfg)} if self._plan.workers("reward") else {}
         self._start_together(
-            trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo),
+            trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo, distill=_soft_targets(cfg.warmup)),
             engines=lambda: self._engines(cfg),
             environments=lambda: self._environments(cfg),
             assembler=lambda: self._assembler(
@@ -160,6 +163,7 @@ class Fleet:
             ),
             recorder=lambda: self._helper("recorder", LOCAL, "drumroll.workers.recorder:RecorderWorker", folder=str(self._folder.store)),
             **pooled,
+            **self._teachers(cfg.teacher),
         )
         if self.rewards is not None:
             self.rewards.all("open")
@@ -244,10 +248,12 @@ class Fleet:
         ref_logp = self._score("reference", self.reference) if self.reference is not None else None
         old_logp = self._score("actor_train", self.trainers) if self._several_updates else None
         values = self._score("critic", self.critic, "values") if self.critic is not None else None
+        taught = self._taught(self._cfg) if self._cfg.algo.teacher_needs else None
         num_shards, num_critic_shards = self.trainers.world, self.critic.world if self.critic is not None else 0
-        report, *shards = self.assembler.refs(0, 1 + num_shards + num_critic_shards, "finish", step, ref_logp, old_logp, values, carried)
+        scores = (ref_logp, old_logp, values, carried, taught)
+        report, *shards = self.assembler.refs(0, 1 + num_shards + num_critic_shards, "finish", step, *scores)
         metrics: dict[str, float] = report.fetch()
-        scored = metrics["batch/num_tokens"] * sum(part is not None for part in (ref_logp, old_logp, values))
+        scored = metrics["batch/num_tokens"] * sum(part is not None for part in (ref_logp, old_logp, values, taught))
         policy_learns = self._cfg.critic is None or step > self._cfg.critic.warmup_steps
         return StepBatch({**metrics, "batch/num_scored_tokens": scored}, shards[:num_shards] if policy_learns else (), shards[num_shards:])
 
@@ -277,19 +283,25 @@ class Fleet:
             return str(self.trainers.all("digest")[0])
 
     def imitate(self, first: int, count: int) -> list[Metrics]:
-        """Updates on demonstrations."""
-        shards = self.assembler.refs(0, self.trainers.world, "imitation", first, count)
+        """Updates on demonstrations, with what a teacher says of them where the loss needs it."""
+        taught = self._taught_each("imitation_to_teach", first, count)
+        shards = self.assembler.refs(0, self.trainers.world, "imitation", first, count, taught)
         with self._arbiter.grant("actor_train"):
             metrics: list[Metrics] = self.trainers.shards("imitate", shards)[0]
             return metrics
 
     def heldout_loss(self) -> Metrics:
-        """Mean loss per token of the held-out demonstrations, where there are some."""
-        shards = self.assembler.refs(0, self.trainers.world, "heldout")
+        """Means per token of the held-out demonstrations, where there are some: their loss, and where a teacher is imitated the distance to
+        it."""
+        assert isinstance(self._cfg, SftRunConfig)
+        if self._cfg.heldout is None:
+            return {}
+        shards = self.assembler.refs(0, self.trainers.world, "heldout", self._taught_each("heldout_to_teach"))
         with self._arbiter.grant("actor_train"):
-            parts = self.trainers.shards("cross_entropy", shards)
-        num_tokens = sum(count for _, count in parts)
-        return {"heldout_loss": sum(total for total, _ in parts) / num_tokens} if num_tokens else {}
+            parts: list[Metrics] = self.trainers.shards("judge_imitation", shards)
+        totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+        num_tokens = totals.pop("tokens")
+        return {f"heldout_{name}": total / num_tokens for name, total in totals.items()} if num_tokens else {}
 
     def prefer(self, first: int, count: int) -> list[Metrics]:
         """Updates on preferences. Where a loss needs a reference point, which the weights of that moment make, one after the other."""
@@ -330,11 +342,7 @@ class Fleet:
     def _score_each(self, role: Role, cluster: Cluster, *, mismatched: bool = False) -> list[Ref]:
         """Log-probabilities by one role of every update that the assembler has begun, a part per rank."""
         shards = self.assembler.refs(0, cluster.world, "shards", cluster.world, mismatched=mismatched)
-        with self._arbiter.grant(role):
-            parts = [cluster.ref(rank, "logprobs_of_each", shard) for rank, shard in enumerate(shards)]
-            for part in parts:
-                part.wait()
-            return parts
+        return self._ask(role, cluster, "logprobs_of_each", shards)
 
     def record(self, phase: str, step: int, rollout: Rollout) -> None:
         """Write every sample that has left into the store, while other work goes on."""
@@ -437,10 +445,11 @@ class Fleet:
                 raise
 
     def _trainers(self, role: Role, model_folder: Path, target: str = "drumroll.workers.trainer:TrainWorker", **kwargs: Any) -> Cluster:
-        kwargs |= {
+        kwargs = {
             **self._model(role, model_folder),
             "trainer": self._cfg.trainer.model_dump(mode="json"),
             "seed": self._cfg.seed,
+            **kwargs,
         }
         return Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs)
 
@@ -461,6 +470,7 @@ class Fleet:
             "reward_deadline_s": cfg.rollout.reward_deadline_s,
             "keeps_cache": not cfg.deterministic,
             "trust_remote_code": cfg.model.trust_remote_code,
+            "needs_verdict": cfg.algo.learns_from_rewards,
         }
         placements = self._plan.workers("environment")
         return Cluster.launch(self._session, placements, "drumroll.workers.environment:EnvironmentWorker", kwargs=kwargs)
@@ -491,6 +501,7 @@ class Fleet:
             "end_token": sft.end_token,
             "heldout": heldout,
             "trust_remote_code": cfg.model.trust_remote_code,
+            "teacher_temperature": None if sft.distill is None else sft.distill.temperature,
         }
 
     def _critic_targets(self, cfg: RlConfig) -> dict[str, Any]:
@@ -499,11 +510,41 @@ class Fleet:
             return {}
         return {"num_critic_shards": len(self._plan.workers("critic")), "critic_lam": cfg.critic.lam}
 
-    def _score(self, role: Role, cluster: Cluster, method: Literal["logprobs", "values"] = "logprobs") -> list[Ref]:
+    def _teachers(self, cfg: TeacherConfig | None) -> dict[str, Callable[[], Cluster]]:
+        """How the teacher is launched, where there is one."""
+        if cfg is None:
+            return {}
+        folder = resolve_model(cfg.path, cfg.revision)
+        return {"teacher": lambda: self._trainers("teacher", folder, trust_remote_code=cfg.trust_remote_code)}
+
+    def _taught(self, cfg: RlConfig) -> list[Ref]:
+        """What the teacher says of the step's tokens, a part per rank; with its likeliest ones where something needs them."""
+        assert self.teacher is not None, "what needs a teacher is refused without one"
+        assert cfg.teacher is not None
+        top_k = cfg.teacher.top_k if "teacher_top_logp" in cfg.algo.teacher_needs else 0
+        return self._score("teacher", self.teacher, "teach", top_k)
+
+    def _taught_each(self, shards_of: str, *args: int) -> list[Ref] | None:
+        """What the teacher says of demonstrations, which the assembler's method `shards_of` gives, a part per rank; None where it is not
+        imitated on demonstrations."""
+        cfg = self._cfg
+        if not isinstance(cfg, RlConfig | SftRunConfig) or self.teacher is None:
+            return None
+        assert cfg.teacher is not None
+        section = cfg.sft if isinstance(cfg, SftRunConfig) else cfg.warmup
+        if section is None or section.distill is None:
+            return None
+        shards = self.assembler.refs(0, self.teacher.world, shards_of, *args, self.teacher.world)
+        return self._ask("teacher", self.teacher, "teach_each", shards, cfg.teacher.top_k)
+
+    def _score(self, role: Role, cluster: Cluster, method: Literal["logprobs", "values", "teach"] = "logprobs", *args: Any) -> list[Ref]:
         """What one role says of the step's tokens, a part per rank."""
-        shards = self.assembler.refs(0, cluster.world, "shards", cluster.world)
+        return self._ask(role, cluster, method, self.assembler.refs(0, cluster.world, "shards", cluster.world), *args)
+
+    def _ask(self, role: Role, cluster: Cluster, method: str, shards: Sequence[Ref], *args: Any) -> list[Ref]:
+        """What every rank of a role says of its shard. The role has its devices until all have answered."""
         with self._arbiter.grant(role):
-            parts = [cluster.ref(rank, method, shard) for rank, shard in enumerate(shards)]
+            parts = [cluster.ref(rank, method, shard, *args) for rank, shard in enumerate(shards)]
             for part in parts:
                 part.wait()
             return parts
@@ -551,9 +592,10 @@ class Fleet:
         return {"model_folder": str(folder), "dtype": dtype, "trust_remote_code": self._cfg.model.trust_remote_code}
 
     def _max_tokens(self, cfg: RlConfig) -> int:
-        """The tightest of the episode's, the engine's and the model's limits."""
-        facts = json.loads((self._model_folder / "config.json").read_text())
-        limits = [cfg.rollout.max_tokens, cfg.engine.context_tokens, facts.get("max_position_embeddings")]
+        """The tightest of the episode's, the engine's, the model's and, where there is one, the teacher's limits."""
+        folders = [self._model_folder, *([] if cfg.teacher is None else [resolve_model(cfg.teacher.path, cfg.teacher.revision)])]
+        own = [json.loads((folder / "config.json").read_text()).get("max_position_embeddings") for folder in folders]
+        limits = [cfg.rollout.max_tokens, cfg.engine.context_tokens, *own]
         return min(int(limit) for limit in limits if limit is not None)
 
 
@@ -570,6 +612,11 @@ def _training_policy(cfg: RlConfig) -> Policy:
         max_rejected=rollout.rejection_cap,
         max_failed=rollout.groups_per_step - 1,
     )
+
+
+def _soft_targets(sft: SftConfig | None) -> dict[str, Any] | None:
+    """What trainers have to know of learning a teacher's distribution."""
+    return sft.distill.model_dump(mode="json") if sft is not None and sft.distill is not None else None
 
 
 def _longest_reply(cfg: RlConfig) -> int:

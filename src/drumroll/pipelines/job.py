@@ -24,6 +24,7 @@ from drumroll.config.models import (
     SftConfig,
     SftRunConfig,
     SourceConfig,
+    TeacherConfig,
 )
 from drumroll.data.pairs import load_judgements, load_pairs
 from drumroll.data.tasks import Needs, load_demonstrations, load_tasks
@@ -31,8 +32,8 @@ from drumroll.envs.base import Env
 from drumroll.errors import ConfigError, DataError, ModelError
 from drumroll.hub import resolve_folder
 from drumroll.models.folder import CLASSIFIER_ENDING, check_classifier_folder, check_folder
-from drumroll.models.prepare import check_model
-from drumroll.models.scratch import character_vocabulary
+from drumroll.models.prepare import check_model, resolve_model
+from drumroll.models.scratch import scratch_vocabulary
 from drumroll.plan.mapping import make_plan
 from drumroll.plan.placement import Plan
 from drumroll.plan.pool import Pool, local_pool, parse_pool
@@ -40,6 +41,7 @@ from drumroll.record.metrics import check_sinks
 from drumroll.registry import REGISTRY
 from drumroll.rewards.place import ChatModel, ScoreModel
 from drumroll.rewards.reward import Reward
+from drumroll.text.tokenizer import Tokenizer
 from drumroll.types import Task
 
 
@@ -71,7 +73,8 @@ class SftJob:
     notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        return f"{self.num_demonstrations} demonstrations, {self.cfg.sft.steps} updates"
+        roles = f", roles {', '.join(self.roles)}" if len(self.roles) > 1 else ""
+        return f"{self.num_demonstrations} demonstrations, {self.cfg.sft.steps} updates{roles}"
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,15 @@ def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
     """A role exists only when something needs it."""
     if isinstance(cfg, PreferenceRunConfig) and "ref_logp" in cfg.preference.needs:
         return ("actor_train", "reference")
+    teacher: tuple[Role, ...] = ("teacher",) if isinstance(cfg, RlConfig | SftRunConfig) and cfg.teacher is not None else ()
     if not isinstance(cfg, RlConfig):
-        return ("actor_train",)
+        return ("actor_train", *teacher)
     needs = build_algorithm(cfg.algo).needs
     reference: tuple[Role, ...] = ("reference",) if "ref_logp" in needs else ()
     critic: tuple[Role, ...] = ("critic",) if "values" in needs else ()
     pooled = any(reward.seat != "inline" for domain in cfg.mixture.values() for reward in domain.rewards)
     reward: tuple[Role, ...] = ("reward",) if pooled else ()
-    return ("actor_train", "actor_infer", *reference, *critic, *reward, "environment")
+    return ("actor_train", "actor_infer", *reference, *teacher, *critic, *reward, "environment")
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
@@ -151,6 +155,8 @@ def _prepare_rl(cfg: RlConfig) -> RlJob:
         _check_demonstrations(cfg.warmup)
     if cfg.critic is not None and cfg.critic.path is not None:
         _check_critic(cfg.critic.path, cfg.critic.revision, cfg.model)
+    if cfg.teacher is not None:
+        _check_teacher(cfg.teacher, cfg.model)
     return RlJob(cfg, tasks, heldout, roles_of(cfg))
 
 
@@ -167,6 +173,33 @@ def _check_critic(path: str, revision: str | None, model: ModelConfig) -> None:
             f"`critic.path`: '{path}' has {own} tokens and `model` has {policys}: a critic reads the policy's tokens. Give a model with "
             f"the same tokenizer, or leave `critic.path` out to start from the policy's own weights."
         )
+
+
+def _check_teacher(teacher: TeacherConfig, model: ModelConfig) -> None:
+    """The folder of a teacher: a language model with exactly the student's tokens, because it speaks of them by their numbers."""
+    folder = resolve_model(teacher.path, teacher.revision)
+    check_folder(folder, trust_remote_code=teacher.trust_remote_code)
+    advice = "A teacher speaks of the student's tokens: give one with the same tokenizer."
+    own_size, size = _num_tokens(_facts(folder)), _num_model_tokens(model)
+    if own_size != size:
+        raise ModelError(f"`teacher.path`: '{teacher.path}' has {own_size} tokens and `model` has {size}. {advice}")
+    own, students = Tokenizer(folder, trust_remote_code=teacher.trust_remote_code).hf.get_vocab(), _vocabulary(model)
+    other = min(own.items() ^ students.items(), key=lambda entry: entry[1], default=None)
+    if other is not None:
+        there, here = (next((repr(token) for token, number in known.items() if number == other[1]), "none") for known in (own, students))
+        raise ModelError(
+            f"`teacher.path`: '{teacher.path}' has as many tokens as `model`, but not the same ones: number {other[1]} is {there} there "
+            f"and {here} in `model`. {advice}"
+        )
+
+
+def _vocabulary(model: ModelConfig) -> dict[str, int]:
+    """Every token of the model's tokenizer and its number."""
+    if model.scratch is not None:
+        return scratch_vocabulary(model.scratch.characters, model.scratch.words)
+    assert model.path is not None, "ModelConfig has either `path` or `scratch`"
+    folder = resolve_model(model.path, model.revision)
+    return dict(Tokenizer(folder, trust_remote_code=model.trust_remote_code).hf.get_vocab())
 
 
 def _facts(folder: Path) -> dict[str, Any]:
@@ -186,9 +219,9 @@ def _num_tokens(facts: Mapping[str, Any]) -> int | None:
 
 def _num_model_tokens(model: ModelConfig) -> int | None:
     if model.scratch is not None:
-        return len(character_vocabulary(model.scratch.characters))
+        return len(scratch_vocabulary(model.scratch.characters, model.scratch.words))
     assert model.path is not None, "ModelConfig has either `path` or `scratch`"
-    return _num_tokens(_facts(resolve_folder(model.path, model.revision, "model", ModelError)))
+    return _num_tokens(_facts(resolve_model(model.path, model.revision)))
 
 
 def _load(
@@ -263,7 +296,9 @@ def _prepare_sft(cfg: SftRunConfig) -> SftJob:
     num_demonstrations = _check_demonstrations(cfg.sft)
     if cfg.heldout:
         _check_demonstrations(cfg.sft, cfg.heldout)
-    return SftJob(cfg, num_demonstrations)
+    if cfg.teacher is not None:
+        _check_teacher(cfg.teacher, cfg.model)
+    return SftJob(cfg, num_demonstrations, roles_of(cfg))
 
 
 def _prepare_preference(cfg: PreferenceRunConfig) -> PreferenceJob:

@@ -29,7 +29,8 @@ from typing import Any, Protocol, Self
 from drumroll.cluster.cluster import DEADLINE_S
 from drumroll.config.models import RunConfig
 from drumroll.errors import CheckpointError, DivergedError, DrumrollError, WorkerError
-from drumroll.pipelines.fleet import Fleet, Phase
+from drumroll.pipelines.fleet import Fleet, Phase, launch
+from drumroll.pipelines.job import Job
 from drumroll.record.checkpoint import Checkpoint, CheckpointStore
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
@@ -316,3 +317,18 @@ class Keeper:
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(143)
+
+
+@contextmanager
+def at_work(
+    job: Job, folder: RunFolder, life: Incarnation, progress: Progress, **others: Stateful
+) -> Iterator[tuple[Fleet, Recorder, Keeper]]:
+    """What every loop works with, from where the run stands: its clusters, its records, and the keeper of its state.
+
+    `others` are parts of that state besides the progress and the records."""
+    with (
+        Recorder(job.cfg, folder) as rec,
+        launch(job, folder, rec) as fleet,
+        Keeper(job.cfg, folder, life, fleet, rec, progress, others) as keeper,
+    ):
+        yield fleet, rec, keeper

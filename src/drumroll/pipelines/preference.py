@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from drumroll.config.models import PreferenceConfig
-from drumroll.pipelines.fleet import Fleet, launch
+from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.job import PreferenceJob
-from drumroll.pipelines.keeper import Incarnation, Keeper, Progress
+from drumroll.pipelines.keeper import Incarnation, Keeper, Progress, at_work
 from drumroll.pipelines.sft import repeat
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
@@ -18,11 +18,7 @@ def run(job: PreferenceJob, folder: RunFolder, life: Incarnation) -> None:
     """`preference.steps` updates; loss and accuracy on the held-out rows before, every `eval_every` updates, and after."""
     cfg = job.cfg.preference
     progress = Progress("preference")
-    with (
-        Recorder(job.cfg, folder) as rec,
-        launch(job, folder, rec) as fleet,
-        Keeper(job.cfg, folder, life, fleet, rec, progress, {}) as keeper,
-    ):
+    with at_work(job, folder, life, progress) as (fleet, rec, keeper):
         if not progress.begun:
             with keeper.turn():
                 fleet.begin(progress.phase)

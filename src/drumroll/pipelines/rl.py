@@ -9,9 +9,9 @@ from drumroll.config.models import ANY, RlConfig
 from drumroll.data.curriculum import Curriculum
 from drumroll.data.cursor import TaskCursor
 from drumroll.pipelines.evaluate import Evaluator
-from drumroll.pipelines.fleet import Fleet, launch
+from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.job import RlJob
-from drumroll.pipelines.keeper import Incarnation, Keeper, Progress
+from drumroll.pipelines.keeper import Incarnation, Keeper, Progress, at_work
 from drumroll.pipelines.sft import compare, warm_up
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import MAX_NONFINITE, Recorder
@@ -25,11 +25,7 @@ def run(job: RlJob, folder: RunFolder, life: Incarnation) -> None:
     cfg = job.cfg
     progress = Progress("warmup" if cfg.warmup else "rl")
     source = training_source(job, attempt=lambda: progress.rollbacks)
-    with (
-        Recorder(cfg, folder) as rec,
-        launch(job, folder, rec) as fleet,
-        Keeper(cfg, folder, life, fleet, rec, progress, {"source": source}) as keeper,
-    ):
+    with at_work(job, folder, life, progress, source=source) as (fleet, rec, keeper):
         evaluator = Evaluator(cfg, job.heldout, fleet, rec)
         if progress.phase == "warmup":
             assert cfg.warmup is not None

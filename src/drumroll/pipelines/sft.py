@@ -8,9 +8,9 @@ from collections.abc import Callable
 from drumroll.config.models import SftConfig
 from drumroll.errors import DivergedError
 from drumroll.pipelines.evaluate import Evaluator
-from drumroll.pipelines.fleet import Fleet, launch
+from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.job import SftJob
-from drumroll.pipelines.keeper import Incarnation, Keeper, Progress
+from drumroll.pipelines.keeper import Incarnation, Keeper, Progress, at_work
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import MAX_NONFINITE, Recorder
 
@@ -26,11 +26,7 @@ def run(job: SftJob, folder: RunFolder, life: Incarnation) -> None:
     """Imitate demonstrations for `sft.steps` updates; report the held-out loss before and after."""
     cfg = job.cfg.sft
     progress = Progress("sft")
-    with (
-        Recorder(job.cfg, folder) as rec,
-        launch(job, folder, rec) as fleet,
-        Keeper(job.cfg, folder, life, fleet, rec, progress, {}) as keeper,
-    ):
+    with at_work(job, folder, life, progress) as (fleet, rec, keeper):
         if not progress.begun:
             with keeper.turn():
                 rec.log_heldout(0, fleet.heldout_loss(), last=False)

@@ -48,7 +48,7 @@ def device_memory(role: Role, num_parameters: int, num_devices: int, tp: int, we
     if role in ("actor_train", "critic"):
         shard = -(-num_parameters // num_devices)
         return Memory(weights=MASTER_BYTES * shard, gradients=MASTER_BYTES * shard, optimizer=2 * MASTER_BYTES * shard)
-    return Memory(weights=weight_bytes * -(-num_parameters // (num_devices if role == "reference" else tp)))
+    return Memory(weights=weight_bytes * -(-num_parameters // (num_devices if role in ("reference", "teacher") else tp)))
 
 
 @dataclass(frozen=True, slots=True)

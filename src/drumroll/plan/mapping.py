@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
-from drumroll.config.models import ModelConfig, RlConfig, Role, RunConfig
+from drumroll.config.models import ModelConfig, RlConfig, Role, RunConfig, SftRunConfig
 from drumroll.errors import PlanError
 from drumroll.plan.cost import GIB, Memory, compute_bytes, device_memory, known_parameters
 from drumroll.plan.placement import ROLES, Placement, Plan
@@ -37,7 +37,7 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
       alone: for models that CPUs can train, ranks wait for each other longer than they compute;
       With a `rollout.max_staleness` above 0 both work at the same time, and so on devices of their own where there are two or
       more: trainers on the first half of the GPUs or the first CPU slot, engines on the others;
-    - `reference` and `critic`: the devices of `actor_train`;
+    - `reference`, `teacher` and `critic`: the devices of `actor_train`;
     - `environment` and `reward`: host processors, workers dealt out over the nodes; but `reward` the devices of `actor_train` where
       it serves a model.
 
@@ -59,7 +59,9 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
     size = num_parameters if num_parameters is not None else known_parameters(config.model)
     memory: dict[Role, Memory] = {}
     for role in needed:
-        own = size if role != "critic" or num_parameters is not None else _critic_parameters(config)
+        own = _teacher_parameters(config) if role == "teacher" else size
+        if role == "critic" and num_parameters is None:
+            own = _critic_parameters(config)
         if own is not None and role not in HOST_ROLES:
             memory[role] = _estimate(role, placements[role], tp[role], own, config)
             _check_memory(role, selections[role].devices, memory[role], tp[role], own, pool)
@@ -73,7 +75,7 @@ def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
     serves_model = role == "reward" and isinstance(config, RlConfig) and _rewards_need_devices(config)
     if role in HOST_ROLES and not serves_model:
         return hosts(pool, {})
-    if role in ("reference", "critic", "reward"):
+    if role in ("reference", "teacher", "critic", "reward"):
         trainer = config.parallel["actor_train"].tp if "actor_train" in config.parallel else 1
         beside = _selection("actor_train", config, pool, trainer)
         return Selection(_whole_instances(role, beside.devices, tp)) if beside.devices else beside
@@ -165,6 +167,12 @@ def _critic_parameters(config: RunConfig) -> int | None:
     """The size of the critic, which may begin with another model than the policy."""
     own = config.critic.path if isinstance(config, RlConfig) and config.critic is not None else None
     return known_parameters(config.model if own is None else ModelConfig(path=own), has_scalar_head=True)
+
+
+def _teacher_parameters(config: RunConfig) -> int | None:
+    """The size of the teacher, which is a model of its own."""
+    teacher = config.teacher if isinstance(config, RlConfig | SftRunConfig) else None
+    return known_parameters(ModelConfig(path=teacher.path)) if teacher is not None else None
 
 
 def _estimate(role: Role, placements: Sequence[Placement], tp: int, num_parameters: int, config: RunConfig) -> Memory:

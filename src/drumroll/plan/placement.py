@@ -21,7 +21,7 @@ Stage = Literal["rollout", "score", "update"]
 
 STAGE_ROLES: dict[Stage, tuple[Role, ...]] = {
     "rollout": ("actor_infer", "environment", "reward"),
-    "score": ("actor_train", "reference", "critic"),
+    "score": ("actor_train", "reference", "teacher", "critic"),
     "update": ("actor_train", "critic"),
 }
 """Which roles work at which stage of a step. Those of one stage that share a device take turns there."""
@@ -107,8 +107,10 @@ class Plan:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of a step of this run; without rollouts there is only the update."""
-        return ("rollout", "score", "update") if "actor_infer" in self.placements else ("update",)
+        """The stages of a step of this run; without rollouts there are only the update and, before it, what a frozen model says."""
+        if "actor_infer" in self.placements:
+            return ("rollout", "score", "update")
+        return ("score", "update") if self.placements.keys() & {"reference", "teacher"} else ("update",)
 
     def stage_table(self) -> dict[Device, dict[Stage, tuple[Role, ...]]]:
         """Device → stage → the roles that use it then, in the order of `roles`; an empty tuple where it is idle."""

@@ -72,15 +72,13 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
         return batch
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.offsets.device)
     tokens = token_indices(batch, indices)
-    per_token = {name: getattr(batch, name) for name in _PER_TOKEN}
+    places = {**dict.fromkeys(_PER_TOKEN, tokens), **dict.fromkeys(_PER_TRAJECTORY, chosen)}
     offsets = pad(batch.offsets.diff()[chosen].cumsum(0), (1, 0))
     return batch.with_fields(
         sample_ids=tuple(batch.sample_ids[index] for index in indices),
         offsets=offsets,
         turns=None if batch.turns is None else _select_turns(batch.turns, chosen, batch.offsets, offsets),
-        **{name: None if value is None else value[tokens] for name, value in per_token.items()},
-        **{name: getattr(batch, name)[chosen] for name in _PER_TRAJECTORY},
-        baseline=None if batch.baseline is None else batch.baseline[chosen],
+        **{name: None if (value := getattr(batch, name)) is None else value[place] for name, place in places.items()},
     )
 
 
@@ -161,8 +159,12 @@ _PER_TOKEN = (
     "token_rewards",
     "kl_coef",
     "entropy",
+    "teacher_logp",
+    "teacher_top_ids",
+    "teacher_top_logp",
+    "top_logp",
 )
-_PER_TRAJECTORY = ("rewards", "group_index", "temperature", "top_p", "top_k")
+_PER_TRAJECTORY = ("rewards", "group_index", "temperature", "top_p", "top_k", "baseline", "teacher_temperature")
 
 
 def _turns(trajectories: Sequence[Trajectory]) -> Turns:

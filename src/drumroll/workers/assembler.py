@@ -1,6 +1,6 @@
 """The assembler: turns blocks of trajectories into each trainer rank's share of the step, beside trainer rank 0.
 
-blocks ──pack──► whole batch ──► shards to score ──► (ref_logp, old_logp, values) ──finish──► shards to train on
+blocks ──pack──► whole batch ──► shards to score ──► (ref_logp, old_logp, values, what a teacher says) ──finish──► shards to train on
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumroll.algo.advantage import broadcast
 from drumroll.algo.aggregate import token_weights
 from drumroll.algo.algorithm import Carried, build_algorithm
 from drumroll.algo.critic import critic_report, returns_of
+from drumroll.algo.distill import distill, opinion
 from drumroll.algo.kl import sampled_kl
 from drumroll.algo.masks import counting
 from drumroll.algo.scaling import replace_rewards
@@ -24,7 +26,7 @@ from drumroll.algo.segments import trajectory_sum
 from drumroll.config.models import AlgoConfig
 from drumroll.rollout.source import success_rate
 from drumroll.text.packing import pack, select, split_balanced, token_indices
-from drumroll.types import Batch, RankInfo, SampleInfo, Trajectory, sample_seed
+from drumroll.types import Batch, RankInfo, SampleInfo, TopLogp, Trajectory, sample_seed
 from drumroll.workers.demonstrations import Demonstrations
 
 
@@ -112,10 +114,11 @@ class Assembler:
         old_logp: Sequence[Tensor] | None,
         values: Sequence[Tensor] | None = None,
         carried: Carried | None = None,
+        taught: Sequence[TopLogp] | None = None,
     ) -> tuple[Any, ...]:
         """Advantages over the whole batch, then each trainer rank's shard of every update, then those of the critic's ranks. First comes
         what to report. Part of that is what the algorithm carries on to the next step (names that begin with `algo/`); `carried` is
-        what it carried here."""
+        what it carried here. `taught` is what a teacher says of the shards."""
         batch = self._packed()
         if ref_logp is not None:
             batch = batch.with_fields(ref_logp=self._whole(ref_logp))
@@ -123,11 +126,15 @@ class Assembler:
             batch = batch.with_fields(old_logp=self._whole(old_logp))
         if values is not None:
             batch = batch.with_fields(values=self._whole(values))
+        if taught is not None:
+            batch = _taught(batch, taught)
         batch, carried = self._algorithm.penalised(batch, carried or {})
         batch, witnesses, carried = self._scaled_rewards(batch, carried)
         if values is not None:
             batch = batch.with_fields(returns=self._returns(batch))
         advantages, carried = self._algorithm.scaled_advantages(self._advantages(batch, witnesses), batch, carried)
+        if (added := self._config.distill) is not None:
+            advantages = advantages + added.coef * broadcast(distill(batch, discount=added.discount), batch)
         batch = batch.with_fields(advantages=advantages)
         updates = self._updates(batch.with_fields(token_rewards=None), step)
         self._batch = None
@@ -150,7 +157,10 @@ class Assembler:
         return [number for number, sample_id in enumerate(batch.sample_ids) if sample_id not in self._owners]
 
     def _advantages(self, batch: Batch, witnesses: Sequence[tuple[int, float]]) -> Tensor:
-        """[T]. A branch of an agent's episode has the mean of its main branch's: an episode is compared with others once."""
+        """[T]. A branch of an agent's episode has the mean of its main branch's: an episode is compared with others once. But what a
+        teacher says of a token is the token's own."""
+        if "`algo.advantage.kind`" in self._config.teacher_keys:
+            return self._algorithm.advantage(batch)
         mains = self._mains(batch)
         own = self._algorithm.advantage(_with_witnesses(select(self._with_rewards_of_branches(batch), mains), witnesses))
         if not self._owners:
@@ -177,15 +187,29 @@ class Assembler:
             rewards[batch.offsets[place[owner] + 1] - 1] += earned[place[branch]]
         return batch.with_fields(token_rewards=rewards)
 
-    def imitation(self, first: int, count: int) -> list[list[Batch]]:
-        """Each rank's shard of `count` updates on demonstrations."""
-        assert self._demonstrations is not None, "the assembler was started without demonstrations"
-        return self._dealt([self._demonstrations.update(first + offset) for offset in range(count)], self._num_shards)
+    def imitation(self, first: int, count: int, taught: Sequence[Sequence[TopLogp]] | None = None) -> list[list[Batch]]:
+        """Each rank's shard of `count` updates on demonstrations; `taught` is what the ranks of a teacher say of `imitation_to_teach`."""
+        return self._dealt(_each_taught(self._shown(first, count), taught), self._num_shards)
 
-    def heldout(self) -> list[Batch]:
-        """Each rank's shard of the held-out demonstrations; empty batches when there are none."""
+    def imitation_to_teach(self, first: int, count: int, num_shards: int) -> list[list[Batch]]:
+        """The same updates for that many ranks of a teacher."""
+        return self._dealt(self._shown(first, count), num_shards)
+
+    def heldout(self, taught: Sequence[Sequence[TopLogp]] | None = None) -> list[Batch]:
+        """Each rank's shard of the held-out demonstrations; empty batches when there are none. `taught`: see `imitation`."""
+        return [shard for (shard,) in self._dealt(_each_taught(self._heldout(), taught), self._num_shards)]
+
+    def heldout_to_teach(self, num_shards: int) -> list[list[Batch]]:
+        """The same for that many ranks of a teacher."""
+        return self._dealt(self._heldout(), num_shards)
+
+    def _shown(self, first: int, count: int) -> list[Batch]:
         assert self._demonstrations is not None, "the assembler was started without demonstrations"
-        return [shard for (shard,) in self._dealt([self._demonstrations.heldout()], self._num_shards)]
+        return [self._demonstrations.update(first + offset) for offset in range(count)]
+
+    def _heldout(self) -> list[Batch]:
+        assert self._demonstrations is not None, "the assembler was started without demonstrations"
+        return [self._demonstrations.heldout()]
 
     def _dealt(self, updates: Iterable[Batch], num_shards: int) -> list[list[Batch]]:
         """For each of that many ranks its shard of every update."""
@@ -198,11 +222,7 @@ class Assembler:
 
     def _whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Per-token values of `shards`, back in the order of the whole batch."""
-        batch = self._packed()
-        whole = torch.zeros(batch.num_tokens)
-        for indices, part in zip(split_balanced(batch.lengths, len(parts)), parts, strict=True):
-            whole[token_indices(batch, indices)] = part
-        return whole
+        return _joined(self._packed(), parts)
 
     def _updates(self, batch: Batch, step: int) -> list[Batch]:
         """The parts of the step, each weighted as one update."""
@@ -222,7 +242,7 @@ class Assembler:
         lengths = batch.loss_mask.sum()
         advantages = batch.advantages
         assert advantages is not None
-        touched = int((advantages * batch.loss_mask != 0).sum())
+        touched = int((advantages * batch.loss_mask != 0).sum()) if batch.teacher_top_ids is None else int(lengths)
         report = {
             "batch/num_trajectories": float(batch.num_trajectories),
             "batch/num_tokens": float(batch.num_tokens),
@@ -232,6 +252,8 @@ class Assembler:
         }
         if batch.ref_logp is not None and lengths:
             report["batch/ref_logp_mean"] = float(batch.ref_logp[batch.loss_mask].mean())
+        if batch.teacher_logp is not None and lengths:
+            report["batch/teacher_kl"] = -float(opinion(batch)[batch.loss_mask].mean())
         if self._config.kl is not None and lengths:
             report["batch/kl_mean"] = float(sampled_kl(batch, self._config.kl.estimator)[batch.loss_mask].mean())
         if batch.values is not None:
@@ -268,9 +290,36 @@ def _success_rates(trajectories: Sequence[Trajectory], groups: Mapping[str, int]
     return [math.nan if (rate := rates[number]) is None else rate for number in range(len(rates))]
 
 
+def _joined(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
+    """Per-token values of the shards of a batch, back in its order."""
+    whole = parts[0].new_zeros(batch.num_tokens, *parts[0].shape[1:])
+    for indices, part in zip(split_balanced(batch.lengths, len(parts)), parts, strict=True):
+        whole[token_indices(batch, indices)] = part
+    return whole
+
+
+def _taught(batch: Batch, parts: Sequence[TopLogp]) -> Batch:
+    """The batch with what a teacher says of its shards."""
+    batch = batch.with_fields(teacher_logp=_joined(batch, [part.logp for part in parts]))
+    if not parts[0].ids.shape[1]:
+        return batch
+    return batch.with_fields(
+        teacher_top_ids=_joined(batch, [part.ids for part in parts]), teacher_top_logp=_joined(batch, [part.top_logp for part in parts])
+    )
+
+
+def _each_taught(updates: Sequence[Batch], taught: Sequence[Sequence[TopLogp]] | None) -> Sequence[Batch]:
+    """The updates with what the ranks of a teacher say of each."""
+    if taught is None:
+        return updates
+    return [_taught(update, parts) for update, parts in zip(updates, zip(*taught, strict=True), strict=True)]
+
+
 def _for_critic(update: Batch) -> Batch:
     """An update as the critic gets it: every token counts the same, and what only a policy needs is left behind."""
-    return update.with_fields(weight=token_weights(update, "token_mean"), advantages=None, old_logp=None, ref_logp=None)
+    teachers = ("teacher_logp", "teacher_top_ids", "teacher_top_logp")
+    policys = dict.fromkeys(("advantages", "old_logp", "ref_logp", *teachers))
+    return update.with_fields(weight=token_weights(update, "token_mean"), **policys)
 
 
 def _named(pairs: Sequence[tuple[str, int]]) -> str:

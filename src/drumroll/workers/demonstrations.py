@@ -61,9 +61,12 @@ class Demonstrations:
         heldout: dict[str, Any] | None = None,
         end_token: bool = True,
         trust_remote_code: bool = False,
+        teacher_temperature: float | None = None,
     ) -> None:
+        """`teacher_temperature` is there where a teacher says something of them, too."""
         self._renderer = Renderer(Tokenizer(Path(model_folder), trust_remote_code=trust_remote_code))
         self._end_token = end_token
+        self._teacher_temperature = teacher_temperature
         self._episodes = self._encode(source, completion_field)
         self._heldout = self._encode(heldout, completion_field) if heldout else []
         self._order = Order(len(self._episodes), batch_size, seed, "demonstrations")
@@ -77,6 +80,8 @@ class Demonstrations:
 
     def _batch(self, episodes: list[Episode]) -> Batch:
         batch = pack_episodes(episodes)
+        if self._teacher_temperature is not None:
+            batch = batch.with_fields(teacher_temperature=torch.full_like(batch.temperature, self._teacher_temperature))
         return batch.with_fields(weight=token_weights(batch, "token_mean", None))
 
     def _encode(self, source: dict[str, Any], completion_field: str) -> list[Episode]:

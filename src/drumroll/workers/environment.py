@@ -17,7 +17,7 @@ from drumroll.cluster.cluster import Handle
 from drumroll.config.models import EnvConfig, RewardConfig
 from drumroll.envs.blocking import end_processes
 from drumroll.registry import REGISTRY
-from drumroll.rewards.compose import RewardSet
+from drumroll.rewards.compose import RewardSet, Verdict
 from drumroll.rewards.place import Place
 from drumroll.rollout.engine_client import EngineClient
 from drumroll.rollout.episode import Engine, Limits, Setting, Stage, run_episode
@@ -29,6 +29,14 @@ from drumroll.types import RankInfo, SampleInfo, Trajectory
 
 STARTED_AT_ONCE = 64
 """Episodes that begin before their requests go to the engines, which are then busy while the next ones begin."""
+
+
+class LenientRewardSet(RewardSet):
+    """Gives 0 where nobody has a verdict, for algorithms that learn from something else."""
+
+    async def score(self, trajectory: Trajectory) -> Verdict:
+        verdict = await super().score(trajectory)
+        return replace(verdict, reward=0.0) if verdict.reward is None and trajectory.reward is None else verdict
 
 
 class EnvironmentWorker:
@@ -46,10 +54,13 @@ class EnvironmentWorker:
         reward_deadline_s: float = 60.0,
         keeps_cache: bool = True,
         trust_remote_code: bool = False,
+        needs_verdict: bool = True,
     ) -> None:
         """`domains` has the sections `env` and `rewards` of each. `env_deadline_s` is for each start and step of an environment,
-        `reward_deadline_s` for each reward of a sample. `keeps_cache`: see `Stage`."""
+        `reward_deadline_s` for each reward of a sample. `keeps_cache`: see `Stage`. Where nothing `needs_verdict`, an episode that neither
+        its environment nor a reward judges has a reward of 0; otherwise it is not trained on."""
         self._domains = domains
+        self._needs_verdict = needs_verdict
         self._reward_deadline_s = reward_deadline_s
         self._place = Place(rank.rank, rank.world)
         self._stage = Stage(
@@ -118,9 +129,11 @@ class EnvironmentWorker:
             REGISTRY.lookup("reward", section["kind"]).schema(RewardConfig).model_validate(section) for section in sections["rewards"]
         ]
         config = env.schema(EnvConfig).model_validate(sections["env"])
-        judges = RewardSet(rewards, self._reward_deadline_s, domain=name, pool=pool)
+        kind = RewardSet if self._needs_verdict else LenientRewardSet
+        judges = kind(rewards, self._reward_deadline_s, domain=name, pool=pool)
         if issubclass(cast(type, env.target), Agent):
-            return Setting(partial(env.target, config), judges, partial(self._run_agent, config, bool(rewards)))
+            is_judged = bool(rewards) or not self._needs_verdict
+            return Setting(partial(env.target, config), judges, partial(self._run_agent, config, is_judged))
         return Setting(partial(env.target, config), judges)
 
     async def _run_agent(self, config: EnvConfig, is_judged: bool, lease: Lease, engine: Engine) -> SessionResult:

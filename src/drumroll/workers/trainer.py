@@ -1,4 +1,4 @@
-"""The `actor_train`, `reference` and `critic` roles: one rank of a training backend."""
+"""The `actor_train`, `reference`, `teacher` and `critic` roles: one rank of a training backend."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from drumroll.algo.algorithm import build_algorithm
+from drumroll.algo.algorithm import ComposedLoss, build_algorithm
 from drumroll.algo.critic import value_loss
+from drumroll.algo.distill import build_imitation
 from drumroll.algo.loss import Loss, cross_entropy
 from drumroll.backends.train.base import Head, Metrics, RankState, Reads, TrainBackend
 from drumroll.cluster.transport import SendsWeights
-from drumroll.config.models import AlgoConfig, TrainerConfig
+from drumroll.config.models import AlgoConfig, SoftTargetsConfig, TrainerConfig
 from drumroll.registry import REGISTRY
-from drumroll.types import Batch, RankInfo, Schedule
+from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 
 
 class TrainWorker(SendsWeights):
@@ -37,8 +38,10 @@ class TrainWorker(SendsWeights):
         head: Head = "lm",
         reads: Reads = "before",
         value_clip: float | None = None,
+        distill: dict[str, Any] | None = None,
     ) -> None:
-        """`algo` is there for a policy in RL; a `scalar` head that reads `before` is a critic's, with `value_clip` for its loss."""
+        """`algo` is there for a policy in RL; a `scalar` head that reads `before` is a critic's, with `value_clip` for its loss. `distill`
+        is the section of that name of supervised fine-tuning."""
         entry = REGISTRY.lookup("train_backend", trainer["kind"])
         config = entry.schema(TrainerConfig).model_validate(trainer)
         self.rank = rank
@@ -49,7 +52,9 @@ class TrainWorker(SendsWeights):
         self._snapshot: RankState | None = None
         self._loss: Loss = partial(value_loss, clip=value_clip) if head == "scalar" else cross_entropy
         if algo is not None:
-            self._loss = build_algorithm(AlgoConfig.model_validate(algo)).loss
+            algorithm = build_algorithm(AlgoConfig.model_validate(algo))
+            self._loss = ComposedLoss(algorithm.loss, algorithm.needs)
+        self._imitation = build_imitation(None if distill is None else SoftTargetsConfig.model_validate(distill))
 
     def logprobs(self, batch: Batch) -> Tensor:
         return self.backend.logprobs(batch)
@@ -57,18 +62,30 @@ class TrainWorker(SendsWeights):
     def values(self, batch: Batch) -> Tensor:
         return self.backend.values(batch)
 
+    def teach(self, batch: Batch, top_k: int) -> TopLogp:
+        """What a teacher says of the tokens, and its `top_k` likeliest in the place of each."""
+        return self.backend.top_logprobs(batch, top_k)
+
+    def teach_each(self, updates: Sequence[Batch], top_k: int) -> list[TopLogp]:
+        return [self.backend.top_logprobs(batch, top_k) for batch in updates]
+
     def train(self, updates: Sequence[Batch]) -> list[Metrics]:
         """One update for each batch, by the algorithm's loss or a critic's."""
         return self.backend.train(updates, self._loss)
 
     def imitate(self, updates: Sequence[Batch]) -> list[Metrics]:
-        """One update for each batch of demonstrations, by cross-entropy."""
-        return self.backend.train(updates, cross_entropy)
+        """One update for each batch of demonstrations, by cross-entropy, or with a teacher also by the distance to it."""
+        return self.backend.train(updates, self._imitation)
 
-    def cross_entropy(self, batch: Batch) -> tuple[float, int]:
-        """Sum of the negative log-probabilities of the masked tokens, and how many there are."""
-        with torch.no_grad():
-            return float(-self.backend.logprobs(batch)[batch.loss_mask].sum()), int(batch.loss_mask.sum())
+    def judge_imitation(self, batch: Batch) -> dict[str, float]:
+        """Sums over the tokens of the loss mask of a batch that is not trained on: how many there are (`tokens`), their cross-entropy
+        (`loss`), and with a teacher the distance to it (`teacher_divergence`)."""
+        logp = self.backend.logprobs(batch)
+        found = {"tokens": torch.ones_like(logp), "loss": -logp}
+        if batch.teacher_top_ids is not None:
+            outcome = self._imitation(logp, batch.with_fields(top_logp=self.backend.given_logprobs(batch)))
+            found["teacher_divergence"] = outcome.metrics["teacher_divergence"]
+        return {name: float(value[batch.loss_mask].sum()) for name, value in found.items()}
 
     def begin(self, schedule: Schedule) -> None:
         self.backend.begin(schedule)

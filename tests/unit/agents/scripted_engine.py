@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from drumroll.models.scratch import character_tokenizer
+from drumroll.models.scratch import scratch_tokenizer
 from drumroll.rollout.lease import Lease
 from drumroll.text.tokenizer import Tokenizer
 from drumroll.types import Chunk, GenRequest, Sampling, Task
@@ -26,7 +26,7 @@ LEASE = Lease("train/3/t7/0", "train/3/t7", Task("t7", prompt="2+2?"), seed=41, 
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
-    character_tokenizer(CHARACTERS).save_pretrained(folder)
+    scratch_tokenizer(CHARACTERS).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return Tokenizer(folder)
 

@@ -1,10 +1,8 @@
-"""Preference losses: against slow implementations of their papers' formulas, against TRL, and what must hold for all of them."""
+"""Preference losses: against slow implementations of their papers' formulas, and what must hold for all of them."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,80 +312,6 @@ def test_units_stay_together(lengths: list[int], seed: int, parts: int, budget: 
             assert len([part for part in split if any(units[index] == unit for index in part)]) == 1
     for part in micro_batches(lengths, budget, units):
         assert sum(lengths[index] for index in part) <= budget or len({units[index] for index in part}) == 1
-
-
-# TRL, where it is installed: its own trainers on tiny models.
-
-
-def own_loss(kind: str, logp: Tensor, ref_logp: Tensor, mask: Tensor, **options: Any) -> float:
-    """Of rows [2B, L] that are first all chosen, then all rejected replies."""
-    rows = [n + half * len(mask) // 2 for n in range(len(mask) // 2) for half in (0, 1)]
-    batch = pack_demonstrations([([0], [1] * mask.shape[1]) for _ in rows])
-    batch = batch.with_fields(
-        loss_mask=torch.cat([torch.cat([torch.zeros(1, dtype=torch.bool), mask[n]]) for n in rows]),
-        ref_logp=torch.cat([torch.cat([torch.zeros(1), ref_logp[n]]) for n in rows]),
-        rewards=torch.tensor([1.0, -1.0] * (len(rows) // 2)),
-        group_index=torch.arange(len(rows) // 2).repeat_interleave(2),
-        keeps_groups=True,
-    )
-    batch = batch.with_fields(weight=preference_weights(batch))
-    packed = torch.cat([torch.cat([torch.zeros(1), logp[n]]) for n in rows])
-    return float(total(loss_of(kind, **options)(packed, batch), batch))
-
-
-def tiny_models() -> tuple[Any, Any, Any]:
-    """Tokenizer, policy and reference."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from drumroll.models.scratch import character_tokenizer
-
-    tokenizer = character_tokenizer("0123456789=")
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.5}
-    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    models = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        models.append(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **ids)).eval())
-    return tokenizer, *models
-
-
-@pytest.mark.parametrize(("kind", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
-def test_trl_gives_the_same_loss(kind: str, loss_type: str, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    tokenizer, policy, reference = tiny_models()
-    rows = [{"prompt": f"{n}{n + 1}=", "chosen": "12" * (n + 1), "rejected": "987"[: n + 1]} for n in range(3)]
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path), beta=0.3, loss_type=[loss_type], per_device_train_batch_size=3, use_cpu=True, bf16=False, report_to=[]
-    )
-    trainer = trl.DPOTrainer(
-        model=policy, ref_model=reference, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
-    )
-    inputs = next(iter(trainer.get_train_dataloader()))
-    with torch.no_grad():
-        theirs = float(trainer.compute_loss(policy, inputs))
-        fed = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        targets = inputs["input_ids"][:, 1:, None]
-        policy_logp, reference_logp = (
-            model(**fed).logits[:, :-1].log_softmax(-1).gather(-1, targets)[..., 0] for model in (policy, reference)
-        )
-    mask = inputs["completion_mask"][:, 1:].bool()
-    ours = [own_loss(kind, policy_logp, reference_logp, mask, beta=0.3)]
-    if kind == "ipo":  # releases of TRL differ in whether they take sums or means
-        ours.append(own_loss(kind, policy_logp, reference_logp, mask, beta=0.3, per_token=True))
-    assert any(loss == pytest.approx(theirs, rel=1e-4) for loss in ours)
-
-
-def test_trl_gives_the_same_simpo_loss() -> None:
-    pytest.importorskip("trl")
-    trainer = pytest.importorskip("trl.experimental.cpo").CPOTrainer
-    stand_in = SimpleNamespace(
-        loss_type="simpo", beta=1.5, simpo_gamma=0.6, label_smoothing=0.0, accelerator=SimpleNamespace(device=torch.device("cpu"))
-    )
-    logp, mask = -torch.rand(6, 5), torch.ones(6, 5, dtype=torch.bool)
-    means = logp.mean(-1)
-    theirs, *_ = trainer.cpo_loss(stand_in, means[:3], means[3:])
-    assert own_loss("simpo", logp, logp, mask, beta=1.5, gamma=0.6) == pytest.approx(float(theirs.mean()), rel=1e-5)
 
 
 # The config.

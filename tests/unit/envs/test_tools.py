@@ -27,7 +27,7 @@ from drumroll.envs.tools.python import python, workshop
 from drumroll.envs.tools.search import search, split_passages, words
 from drumroll.envs.tools.shared import once_per_loop
 from drumroll.errors import ConfigError, DataError, PluginError
-from drumroll.models.scratch import character_tokenizer
+from drumroll.models.scratch import scratch_tokenizer
 from drumroll.registry import REGISTRY, Entry, register
 from drumroll.rewards.compose import RewardSet
 from drumroll.rollout.episode import Limits, Setting, Stage, run_episode
@@ -282,7 +282,7 @@ class Script:
 
 
 def test_a_whole_episode_with_a_stop_string(tmp_path: Path) -> None:
-    character_tokenizer("0123456789+=[]?").save_pretrained(tmp_path)
+    scratch_tokenizer("0123456789+=[]?").save_pretrained(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     config = configured("calculator", plain={})
     rewards = RewardSet([REGISTRY.lookup("reward", "exact_match").schema(_reward_config())(kind="exact_match")], 5.0)

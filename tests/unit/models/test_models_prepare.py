@@ -79,6 +79,7 @@ def test_scratch_takes_other_architectures(architecture, tmp_path):
     ("changes", "message"),
     [
         ({"characters": "abca"}, r"`model.scratch.characters` lists 'a' more than once"),
+        *(({"words": words}, r"`model.scratch.words`: '.*' is empty, or a token already") for words in (("ab", "ab"), ("1",), ("",))),
         ({"characters": ""}, r"`model.scratch.characters` is empty"),
         ({"architecture": "lama"}, r"no causal language model of the type 'lama'. Did you mean 'llama'\?"),
         ({"architecture": "vit"}, r"no causal language model of the type 'vit'"),
@@ -184,3 +185,12 @@ assert Tokenizer({str(model_folder)!r}).encode_prompt("1=") == [1, 4, 14]
 assert "torch" not in sys.modules and "datasets" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_words_are_one_token_each_and_the_longest_comes_first(tmp_path):
+    characters, words = " abcdefghijklmnopqrstuvwxyz.+", ("tan", "stand", "a.b")
+    tokenizer = Tokenizer(prepare_model(scratch(characters=characters, words=words), tmp_path / "model", seed=0))
+    texts = ["tan", "stand tan", "stan", "a.b+acb", "standtan"]
+    pieces = [[tokenizer.decode([token]) for token in tokenizer.encode(text)] for text in texts]
+    assert pieces == [["tan"], ["stand", " ", "tan"], ["s", "tan"], ["a.b", "+", "a", "c", "b"], ["stand", "tan"]]
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts

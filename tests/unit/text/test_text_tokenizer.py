@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from drumroll.errors import DataError, ModelError
-from drumroll.models.scratch import character_tokenizer
+from drumroll.models.scratch import scratch_tokenizer
 from drumroll.text.tokenizer import Tokenizer
 
 CHARACTERS = "abc123 =\n\té<"
@@ -17,7 +17,7 @@ CHARACTERS = "abc123 =\n\té<"
 @pytest.fixture(scope="module")
 def characters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("characters")
-    character_tokenizer(CHARACTERS).save_pretrained(folder)
+    scratch_tokenizer(CHARACTERS).save_pretrained(folder)
     return Tokenizer(folder)
 
 

@@ -100,6 +100,21 @@ def digits(trajectory: Trajectory) -> float:
     return 1.0
 
 
+class Crowd(Env):
+    """Nobody's reply is answered before everybody's has come."""
+
+    num_missing = 0
+
+    async def start(self, task: Task) -> Step:
+        return Step(prompt="7=")
+
+    async def step(self, reply: str) -> Step:
+        Crowd.num_missing -= 1
+        while Crowd.num_missing > 0:
+            await asyncio.sleep(0.05)
+        return Step(done=True, reward=float(len(reply)))
+
+
 judging = asyncio.Event()
 
 
@@ -115,6 +130,7 @@ async def patient(trajectory: Trajectory) -> float | None:
 def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REGISTRY.shipped, "moody", Moody)
     monkeypatch.setitem(REGISTRY.shipped, "unbuildable", Unbuildable)
+    monkeypatch.setitem(REGISTRY.shipped, "crowd", Crowd)
     monkeypatch.setitem(REGISTRY.shipped, "digits", digits)
     monkeypatch.setitem(REGISTRY.shipped, "patient", patient)
     judging.clear()
@@ -201,9 +217,21 @@ def test_every_lease_comes_back_exactly_once(model_folder: Path) -> None:
             assert (trajectory.logp[trajectory.loss_mask] < 0).all()
 
 
+def test_one_worker_runs_thousands_of_episodes_at_the_same_time(model_folder: Path) -> None:
+    count = 2500
+
+    async def play() -> dict[str, Trajectory]:
+        Crowd.num_missing = count
+        async with workers(model_folder, env="python:crowd", num_slots=64) as (worker, _, _):
+            await worker.lease(leases([""] * count, deadline_s=60.0))
+            return await collected(worker, count)
+
+    assert {how(trajectory) for trajectory in within(60, play()).values()} == {"well"}
+
+
 def test_a_samples_tokens_depend_neither_on_its_company_nor_on_its_engine(model_folder: Path) -> None:
     async def play(chosen: Sequence[Lease], num_slots: int) -> dict[str, Trajectory]:
-        async with workers(model_folder, num_slots=num_slots) as (worker, _, _):
+        async with workers(model_folder, num_slots=num_slots, keeps_cache=False) as (worker, _, _):
             await worker.lease(chosen)
             return await collected(worker, len(chosen))
 

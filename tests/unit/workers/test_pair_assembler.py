@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from drumroll.backends.classifier import Classifier
 from drumroll.errors import DataError
-from drumroll.models.scratch import character_tokenizer
+from drumroll.models.scratch import scratch_tokenizer
 from drumroll.rewards.reward_model import subject_of
 from drumroll.text.packing import select
 from drumroll.text.tokenizer import Tokenizer
@@ -156,7 +156,7 @@ def test_a_reply_that_nothing_stands_before_is_refused(tmp_path: Path) -> None:
 
 
 def chat_model(folder: Path, pad_token_id: int | None) -> Path:
-    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789=<>/ .\n?+")
+    tokenizer = scratch_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789=<>/ .\n?+")
     tokenizer.chat_template = TEMPLATE
     config = AutoConfig.for_model(
         "llama",

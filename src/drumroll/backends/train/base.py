@@ -26,7 +26,7 @@ from torch import Tensor
 from drumroll.algo.loss import Loss
 from drumroll.backends.train.shards import RankState
 from drumroll.config.models import TrainerConfig
-from drumroll.types import Batch, RankInfo, Schedule
+from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 
 __all__ = ["Head", "Loss", "Metrics", "RankState", "Reads", "TrainBackend"]
 
@@ -74,6 +74,19 @@ class TrainBackend(ABC):
         Example: with `reads` = `before`, the value of token 5 is the score at token 4; with `through`, the score at token 5."""
 
     @abstractmethod
+    def top_logprobs(self, batch: Batch, k: int) -> TopLogp:
+        """Collective. What a teacher says, on the CPU: the log-probability of each token, and the `k` likeliest in its place with theirs,
+        0 outside `loss_mask`. Fewer than `k` where the vocabulary is smaller; none with a `k` of 0. For `lm` heads.
+
+        Log-probabilities are of the whole vocabulary, whatever the sampling left out of it, at the batch's `teacher_temperature`, or at
+        the trajectories' own `temperature` where it has none."""
+
+    @abstractmethod
+    def given_logprobs(self, batch: Batch) -> Tensor:
+        """Collective. [T, K] float32 on the CPU: log-probability of each of `teacher_top_ids` by the same rules as `top_logprobs`, 0
+        outside `loss_mask`. For `lm` heads."""
+
+    @abstractmethod
     def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
         """Collective. One optimizer update for each batch; every rank passes its shard of each. The loss is given the log-probabilities
         of an `lm` head, or the values of a `scalar` head.
@@ -82,8 +95,9 @@ class TrainBackend(ABC):
         over all ranks' tokens of weight × loss, whatever the number of ranks and micro-batches. Trajectories of one of the batch's
         `units`, which no shard splits, are in the same micro-batch. Where a batch has no `old_logp`, the
         log-probabilities of that very pass, without gradient, take its place. Where the loss needs `entropy` (`needs_of` in
-        `algo.loss`), the batch that it is given has it, with gradient. An update whose loss or gradient is not
-        finite, on whichever rank, leaves weights, optimizer and schedule of all ranks as they were.
+        `algo.loss`), the batch that it is given has it, with gradient; so it is with `top_logp`, which is what `given_logprobs` says of
+        that pass. An update whose loss or gradient is not finite, on whichever rank, leaves weights, optimizer and schedule of all ranks
+        as they were.
 
         Metrics of each update, the same on every rank: `loss`, `grad_norm` (before clipping), `lr`, `num_tokens`,
         `num_loss_tokens` (in the loss mask), `skipped` (1.0 when nothing was updated), `nonfinite` (1.0 when that was because

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,10 +35,13 @@ from drumroll.errors import CheckpointError, ModelError
 from drumroll.models.folder import CLASSIFIER_ENDING
 from drumroll.registry import register
 from drumroll.text.packing import micro_batches, pack_demonstrations, select, token_indices
-from drumroll.types import Batch, RankInfo, Schedule
+from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 
 _LOGITS_PER_CHUNK = 2**27
 """Logits whose float32 copies are held at the same time: half a GiB each."""
+
+_FILLED_IN = frozenset({"entropy", "top_logp"})
+"""Fields of the batch that a pass fills in where the loss needs them."""
 
 
 @register.train_backend("fsdp2")
@@ -86,18 +89,56 @@ class Fsdp2(TrainBackend):
         assert self.head == "scalar", "a language model has log-probabilities and no values"
         return self._outputs(batch)
 
+    def top_logprobs(self, batch: Batch, k: int) -> TopLogp:
+        assert self.head == "lm", "a scalar head has values and no log-probabilities"
+        size = min(k, self._source_config.get_text_config().vocab_size)
+        said = TopLogp(
+            torch.zeros(batch.num_tokens),
+            torch.zeros(batch.num_tokens, size, dtype=torch.int32),
+            torch.zeros(batch.num_tokens, size),
+        )
+
+        def say(part: Batch, tokens: Tensor) -> None:
+            rows = part.loss_mask.nonzero().squeeze(1)
+            targets, temperature = part.token_ids[rows].to(self._device), _compared_at(part)[rows].to(self._device)
+            parts = _likeliest(self._logits(part, (rows - 1).to(self._device)), targets, temperature, size)
+            for whole, value in zip((said.logp, said.ids, said.top_logp), parts, strict=True):
+                whole[tokens[rows]] = value.to("cpu", whole.dtype)
+
+        self._pass_forward(batch, say)
+        return said
+
+    def given_logprobs(self, batch: Batch) -> Tensor:
+        assert self.head == "lm", "a scalar head has values and no log-probabilities"
+        assert batch.teacher_top_ids is not None, "a teacher names the tokens before anybody is asked about them"
+        outputs = torch.zeros(batch.teacher_top_ids.shape)
+
+        def say(part: Batch, tokens: Tensor) -> None:
+            outputs[tokens] = self._score(part, fills={"top_logp"})[1]["top_logp"].cpu()
+
+        self._pass_forward(batch, say)
+        return outputs
+
     def _outputs(self, batch: Batch) -> Tensor:
         """[T] what the head says of each token, on the CPU and without gradient."""
-        plan = micro_batches(batch.lengths, self.config.micro_batch_tokens, batch.units)
         outputs = torch.zeros(batch.num_tokens)
+
+        def say(part: Batch, tokens: Tensor) -> None:
+            outputs[tokens] = self._score(part)[0].cpu()
+
+        self._pass_forward(batch, say)
+        return outputs
+
+    def _pass_forward(self, batch: Batch, say: Callable[[Batch, Tensor], None]) -> None:
+        """`say(part, where its tokens lie in the batch)` for every micro-batch, without gradient."""
+        plan = micro_batches(batch.lengths, self.config.micro_batch_tokens, batch.units)
         with torch.no_grad():
             for number in range(max(self._group.gather(len(plan)))):
                 if number < len(plan):
-                    outputs[token_indices(batch, plan[number])] = self._score(select(batch, plan[number]))[0].cpu()
+                    say(select(batch, plan[number]), token_indices(batch, plan[number]))
                 else:
                     self._score(_placeholder())
         self._reshard()
-        return outputs
 
     def train(self, updates: Sequence[Batch], loss: Loss) -> list[Metrics]:
         plans = [micro_batches(batch.lengths, self.config.micro_batch_tokens, batch.units) for batch in updates]
@@ -149,27 +190,27 @@ class Fsdp2(TrainBackend):
     def _learn(self, part: Batch, loss: Loss, sums: dict[tuple[str, bool], Tensor]) -> None:
         """Forward, loss and backward of one micro-batch; adds what is to be reported to `sums`, by name and whether a mean over the loss
         mask is to be made of it."""
-        needs_entropy = "entropy" in needs_of(loss)
-        output, about = self._score(part, entropy_learns=needs_entropy)
-        part = part.to(self._device)
-        if needs_entropy:
-            part = part.with_fields(entropy=about["entropy"])
+        fills = _FILLED_IN & set(needs_of(loss))
+        output, about = self._score(part, fills=fills)
+        part = part.to(self._device).with_fields(**{name: about[name] for name in fills})
         if part.old_logp is None and self.head == "lm":
             part = part.with_fields(old_logp=output.detach())
         outcome = loss(output, part)
         total = (outcome.loss * part.weight).masked_fill(~part.loss_mask, 0.0).sum()
         total.backward()  # type: ignore[no-untyped-call]
-        means = {(name, True): value for name, value in {**outcome.metrics, **about}.items()}
+        entropy = {name: value for name, value in about.items() if name == "entropy"}
+        means = {(name, True): value for name, value in {**outcome.metrics, **entropy}.items()}
         weighted = {(name, False): value * part.weight for name, value in outcome.weighted.items()}
         reported = {key: value.masked_fill(~part.loss_mask, 0.0).sum() for key, value in {**means, **weighted}.items()}
         for key, value in {("loss", False): total, **reported}.items():
             sums[key] = sums.get(key, 0.0) + value.detach().double()
 
-    def _score(self, batch: Batch, *, entropy_learns: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T] what the head says of each token in the loss mask, and what is to be reported besides.
+    def _score(self, batch: Batch, *, fills: Collection[str] = ()) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T] what the head says of each token in the loss mask, and what else it says by the names of the batch's fields.
 
-        An `lm` head gives log-probabilities under each trajectory's sampling settings, and `entropy`, [T], which has a gradient where
-        it is to learn; a `scalar` head gives values. `batch` is on the CPU, so that nothing here waits for the device."""
+        An `lm` head gives log-probabilities under each trajectory's sampling settings, and `entropy`, [T]; a `scalar` head gives values.
+        With a gradient come the fields in `fills`; `top_logp`, [T, K], comes only then. `batch` is on the CPU, so that nothing here waits
+        for the device."""
         rows = batch.loss_mask.nonzero().squeeze(1)
         spread = torch.zeros(batch.num_tokens, device=self._device)
         if self.head == "scalar":
@@ -181,8 +222,15 @@ class Fsdp2(TrainBackend):
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
         targets = batch.token_ids[rows].to(self._device)
         rows = rows.to(self._device)
-        logp, entropy = _chosen(self._logits(batch, rows - 1), targets, settings, truncates, entropy_learns)
-        return spread.index_copy(0, rows, logp), {"entropy": spread.index_copy(0, rows, entropy)}
+        logits = self._logits(batch, rows - 1)
+        logp, entropy = _chosen(logits, targets, settings, truncates, "entropy" in fills)
+        about = {"entropy": spread.index_copy(0, rows, entropy)}
+        if "top_logp" in fills:
+            assert batch.teacher_top_ids is not None, "a teacher names the tokens before anybody is asked about them"
+            ids, temperature = batch.teacher_top_ids.to(self._device)[rows].long(), _compared_at(batch).to(self._device)[rows]
+            given = _in_chunks(_given, logits, ids, temperature)[0]
+            about["top_logp"] = spread.new_zeros(len(spread), ids.shape[1]).index_copy(0, rows, given)
+        return spread.index_copy(0, rows, logp), about
 
     def _logits(self, batch: Batch, places: Tensor) -> Tensor:
         """[R, V] what the model puts out at these places of the batch; a scalar head has a V of 1."""
@@ -439,13 +487,46 @@ def _chosen(
             entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 × -inf is not 0
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    rows = (logits, targets, *settings)
+    logp, entropy = _in_chunks(chosen, logits, targets, *settings)
+    return logp, entropy
+
+
+def _given(logits: Tensor, ids: Tensor, temperature: Tensor) -> tuple[Tensor]:
+    """[R, K] log-probability of each row's `ids` in the whole vocabulary."""
+    return (_plain_logp(logits, temperature).gather(-1, ids),)
+
+
+def _likeliest(logits: Tensor, targets: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, ...]:
+    """[R] log-probability of each row's target, [R, k] its likeliest tokens, [R, k] log-probabilities of these."""
+
+    def likeliest(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+        logp = _plain_logp(logits, temperature)
+        top = logp.topk(k, dim=-1)
+        return logp.gather(-1, targets[:, None]).squeeze(-1), top.indices, top.values
+
+    return _in_chunks(likeliest, logits, targets, temperature)
+
+
+def _plain_logp(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] in float32, of the whole vocabulary; a temperature of 0 counts as 1."""
+    off = torch.ones_like(temperature)
+    return processed_logp(logits, temperature, off, torch.zeros_like(off, dtype=torch.int64), truncates=False)
+
+
+def _compared_at(batch: Batch) -> Tensor:
+    """[T] the temperature at which teacher and student are compared."""
+    temperature = batch.temperature if batch.teacher_temperature is None else batch.teacher_temperature
+    return temperature.repeat_interleave(batch.offsets.diff())
+
+
+def _in_chunks(function: Callable[..., tuple[Tensor, ...]], logits: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """What a function says of every row of logits, and of the values that belong to it, a bounded number of logits at a time."""
     size = max(1, _LOGITS_PER_CHUNK // logits.shape[-1])
     if len(logits) <= size:
-        return chosen(*rows)
-    chunks = zip(*(torch.split(value, size) for value in rows), strict=True)
-    logp, entropy = zip(*(checkpoint(chosen, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
-    return torch.cat(logp), torch.cat(entropy)
+        return function(logits, *rows)
+    chunks = zip(*(torch.split(value, size) for value in (logits, *rows)), strict=True)
+    said = (checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks)
+    return tuple(torch.cat(parts) for parts in zip(*said, strict=True))
 
 
 def _score_every_token(model: Any) -> None:
