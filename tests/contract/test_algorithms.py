@@ -22,8 +22,14 @@ from drumroll.registry import REGISTRY
 from drumroll.text.packing import pack_demonstrations, select
 from drumroll.types import Batch, Turns
 
-ADVANTAGES = REGISTRY.names("advantage")
-LOSSES = REGISTRY.names("loss")
+
+def without_teacher(family: str) -> list[str]:
+    """Those that learn from a teacher have their own suite, `tests/unit/algo/test_distill.py`."""
+    return [name for name in REGISTRY.names(family) if not any("teacher" in need for need in REGISTRY.lookup(family, name).needs)]
+
+
+ADVANTAGES = without_teacher("advantage")
+LOSSES = without_teacher("loss")
 CORRECTIONS = REGISTRY.names("correction")
 AGGREGATIONS = ["token_mean", "sequence_mean", "group_mean", "constant_length"]
 COMBINATIONS = [
