@@ -38,10 +38,12 @@ quality = runpy.run_path(str(FOLDER / "quality.py"))["quality"]
 
 @dataclass(frozen=True)
 class Figures:
-    """What a policy writes for the held-out prompts, sampled at temperature 1; means over the names."""
+    """What a policy writes for the held-out prompts; means over the names, sampled at temperature 1 unless said otherwise."""
 
     gold: float
     """Hidden quality."""
+    greedy_gold: float
+    """Hidden quality of the names of likeliest letters."""
     score: float | None
     """Of the reward model, where there is one."""
     kl: float
@@ -97,16 +99,19 @@ def judge(
     given = torch.tensor(tokenizer(prompts)["input_ids"])
     torch.manual_seed(0)
     ids = policy.generate(given, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS)
+    greedy = policy.generate(given, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     replies = ids[:, given.shape[1] :]
     is_sampled = (replies == tokenizer.eos_token_id).cumsum(1) - (replies == tokenizer.eos_token_id).long() == 0
     names = tokenizer.batch_decode(replies, skip_special_tokens=True)
+    greedy_names = tokenizer.batch_decode(greedy[:, given.shape[1] :], skip_special_tokens=True)
     difference = (logp(reference, ids) - logp(policy, ids))[:, -replies.shape[1] :][is_sampled]
     score = None
     if scorer is not None:
         texts = tokenizer([prompt + name for prompt, name in zip(prompts, names, strict=True)], padding=True, return_tensors="pt")
         score = float(scorer(input_ids=texts["input_ids"], attention_mask=texts["attention_mask"]).logits.mean())
     return Figures(
-        gold=fmean(quality(prompt, name) for prompt, name in zip(prompts, names, strict=True)),
+        gold=fmean(map(quality, prompts, names)),
+        greedy_gold=fmean(map(quality, prompts, greedy_names)),
         score=score,
         kl=float((difference.exp() - 1.0 - difference).mean()),
     )
@@ -140,9 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_complete(given.out / name)
     }
     write_json(given.out / "report.json", {"heldout_accuracy": accuracy, **{name: asdict(each) for name, each in figures.items()}})
-    print("\n| policy | quality | reward model's score | KL to the imitator, per token |\n|---|---|---|---|")
+    print("\n| policy | quality, sampled | greedy | reward model's score, sampled | KL to the imitator, per token |\n|---|---|---|---|---|")
     for name, each in figures.items():
-        print(f"| {name} | {each.gold:.3f} | {'-' if each.score is None else format(each.score, '.3f')} | {each.kl:.4f} |")
+        score = "-" if each.score is None else f"{each.score:.3f}"
+        print(f"| {name} | {each.gold:.3f} | {each.greedy_gold:.3f} | {score} | {each.kl:.4f} |")
     print("\n" + ", ".join(f"held-out accuracy of {name}: {value:.3f}" for name, value in accuracy.items()))
 
 

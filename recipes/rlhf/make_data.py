@@ -1,7 +1,7 @@
 """Writes the data of recipes/rlhf.py: python recipes/rlhf/make_data.py
 
-Names are written by writers of every skill, who do not know what quality is made of. Of two names for the same prompt, the better one is
-preferred only more often: with probability σ(2 × difference of quality), as Bradley and Terry have it. Held-out prompts occur nowhere else.
+Names come from writers of every skill, from careless to good. Of two names for a prompt, the better one is preferred only more often:
+with probability σ(SHARPNESS × difference of quality), as Bradley and Terry have it. Held-out prompts occur nowhere else.
 """
 
 from __future__ import annotations
