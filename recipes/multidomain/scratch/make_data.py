@@ -3,9 +3,9 @@
 | domain | prompt | reply |
 |---|---|---|
 | mathematics | `add digits 48+73:`, `largest of 48 73 25:` | `11`, `73` |
-| code | `f('kqtbz')='tk' f=lambda s:`, `f(0)=3 f(4)=23 f(1)=8 f=lambda x:` | `s[2]+s[0]`, `5*x+3` |
+| code | `f('kqtb')='tk' f=lambda s:`, `f(0)=3 f(4)=23 f(1)=8 f=lambda x:` | `s[2]+s[0]`, `5*x+3` |
 | instructions | `3 words, no e, with sun, end map:` | `dog sun map` |
-| qa | `ann has a red hat. bob has a tan cup. eve has a blue pen. cup?` | `bob tan` |
+| qa | `ann has red hat, bob has tan cup, eve has blue pen. bob?` | `tan cup` |
 
 No two of the files share a prompt. The expert of the demonstrations is right in one reply of five. In two of five it errs at the
 beginning of the reply, in two of five at its end, and always in the same way: even a perfect imitation is right in one of five when it is
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-SIZES = {"heldout": 256, "demonstrations": 500, "train": 1500}
+SIZES = {"heldout": 256, "demonstrations": 2000, "train": 1500}
 """Of each domain."""
 Way = Literal["right", "early", "late"]
 """How the expert replies: rightly, or with a mistake at the beginning or at the end."""
@@ -59,9 +59,9 @@ def mathematics(rng: random.Random) -> Item:
         right = f"{tens}{ones}"
         replies: dict[Way, str] = {"right": right, "early": f"{(tens + 1) % 10}{ones}", "late": f"{tens}{(ones + 1) % 10}"}
         return Item(f"add digits {one}+{two}:", {"answer": right}, replies)
-    numbers = rng.sample(range(10, 100), 3)
-    *_, second, largest = sorted(numbers)
-    replies = {"right": str(largest), "early": str(second), "late": f"{largest // 10}{(largest + 1) % 10}"}
+    numbers = [10 * tens + ones for tens, ones in zip(rng.sample(range(1, 10), 3), rng.sample(range(10), 3), strict=True)]
+    smallest, second, largest = sorted(numbers)
+    replies = {"right": str(largest), "early": str(smallest), "late": f"{largest // 10}{second % 10}"}
     return Item(f"largest of {' '.join(map(str, numbers))}:", {"answer": str(largest)}, replies)
 
 
@@ -71,14 +71,14 @@ def code(rng: random.Random) -> Item:
 
 
 def _letters(rng: random.Random) -> Item:
-    first, last = rng.sample(range(5), 2)
-    texts = ["".join(rng.sample(LETTERS, 5)) for _ in range(3)]
+    first, last = rng.sample(range(4), 2)
+    texts = ["".join(rng.sample(LETTERS, 4)) for _ in range(3)]
     tests = [f"assert f('{text}')=='{text[first]}{text[last]}'" for text in texts]
     shown = f"f('{texts[0]}')='{texts[0][first]}{texts[0][last]}'"
     replies: dict[Way, str] = {
         "right": f"s[{first}]+s[{last}]",
-        "early": f"s[{(first + 1) % 5}]+s[{last}]",
-        "late": f"s[{first}]+s[{(last + 1) % 5}]",
+        "early": f"s[{(first + 1) % 4}]+s[{last}]",
+        "late": f"s[{first}]+s[{(last + 1) % 4}]",
     }
     return Item(f"{shown} f=lambda s:", {"prefix": "f=lambda s:", "tests": tests}, replies)
 
@@ -124,15 +124,13 @@ def instructions(rng: random.Random) -> Item:
 
 
 def qa(rng: random.Random) -> Item:
-    """Three facts and one part of one of them: the other two parts are the answer. Mistaken parts are those of the fact after it."""
+    """What one of three people has. Mistaken parts are those of the person after it."""
     facts = list(zip(*(rng.sample(values, 3) for values in (NAMES, COLOURS, THINGS)), strict=True))
-    fact, part = rng.randrange(3), rng.randrange(3)
-    (first, last), (other_first, other_last) = (
-        [value for place, value in enumerate(facts[number % 3]) if place != part] for number in (fact, fact + 1)
-    )
-    told = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in facts)
-    replies: dict[Way, str] = {"right": f"{first} {last}", "early": f"{other_first} {last}", "late": f"{first} {other_last}"}
-    return Item(f"{told} {facts[fact][part]}?", {"answer": f"{first} {last}"}, replies)
+    place = rng.randrange(3)
+    (name, colour, thing), (_, other_colour, other_thing) = facts[place], facts[(place + 1) % 3]
+    told = ", ".join(f"{person} has {shade} {object}" for person, shade, object in facts)
+    replies: dict[Way, str] = {"right": f"{colour} {thing}", "early": f"{other_colour} {thing}", "late": f"{colour} {other_thing}"}
+    return Item(f"{told}. {name}?", {"answer": replies["right"]}, replies)
 
 
 DOMAINS: dict[str, Callable[[random.Random], Item]] = {"mathematics": mathematics, "code": code, "instructions": instructions, "qa": qa}

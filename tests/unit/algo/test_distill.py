@@ -4,11 +4,14 @@ what is refused."""
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -328,6 +331,21 @@ def test_what_a_teacher_has_to_say(algo: dict[str, Any], needs: set[str], learns
     assert cfg.algo.teacher_needs == needs
     assert cfg.algo.learns_from_rewards == learns_from_rewards
     assert AlgoConfig.model_validate(cfg.algo.model_dump()) == cfg.algo
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "distillation.md").read_text()
+BLOCKS = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
+CELLS = [yaml.safe_load(text) for text in re.findall(r"`((?:algo|sft): \{.*?\})`", PAGE)]
+
+
+@pytest.mark.parametrize("shown", [*BLOCKS, *CELLS], ids=str)
+def test_every_config_on_the_page_is_accepted(shown: dict[str, Any]) -> None:
+    if shown.keys() == {"teacher"}:
+        shown = {**shown, "algo": {"advantage": "distill"}}
+    base = SFT if shown.get("pipeline") == "sft" or "sft" in shown else {**RUN, "rewards": ["exact_match"]}
+    if "model" in shown:
+        base = {}
+    check_config(merge(base, shown))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
