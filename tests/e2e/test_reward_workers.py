@@ -84,7 +84,7 @@ def test_functions_that_hang_and_workers_that_die_cost_no_sample(tmp_path: Path)
 def test_a_reward_that_always_hangs_stops_the_run_by_name(tmp_path: Path) -> None:
     kind = write_trouble(tmp_path / "plugin") + ":always_hangs"
     rewards = [{"kind": kind, "pooled": True, "deadline_s": 0.05, "retries": 1}]
-    rollout = {"max_attempts": 2, "groups_per_step": 1, "group_size": 1}
+    rollout = {"max_attempts": 2, "groups_per_step": 1, "group_size": 2}
     with pytest.raises(RolloutError, match=r"RewardError: reward 'always_hangs' on task 'train-\d+' took longer than 0.05 s"):
         short(tmp_path, rewards, rollout=rollout)
 

@@ -22,6 +22,7 @@ from drumroll.backends.infer.chat import Defuser
 from drumroll.errors import ModelError, WorkerError
 from drumroll.hub import resolve_folder
 from drumroll.models.folder import check_classifier_folder
+from drumroll.models.loading import check_complete, load_model
 from drumroll.models.prepare import resolve_dtype
 from drumroll.rewards.place import ScoreModel
 from drumroll.text.chat import messages_to_ids
@@ -168,18 +169,8 @@ def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _load(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForSequenceClassification
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # a worker's standard error is a log
-    try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:
-        raise ModelError(f"'{folder}' cannot be loaded as a reward model: {type(error).__name__}: {error}") from error
-    if report["missing_keys"]:
-        raise ModelError(f"'{folder}' lacks weights of its model: {', '.join(sorted(report['missing_keys'])[:5])}")
+    model, missing = load_model(folder, "classifier", trust_remote_code=trust_remote_code, dtype=getattr(torch, dtype))
+    check_complete(folder, missing)
     model.config.get_text_config().use_cache = False  # nothing is generated
     return model.eval().requires_grad_(False)
 

@@ -22,6 +22,7 @@ from drumroll.backends.infer.base import Bucket, InferBackend
 from drumroll.errors import ModelError, WorkerError
 from drumroll.hub import resolve_folder
 from drumroll.models.folder import check_folder
+from drumroll.models.loading import check_complete, load_model
 from drumroll.models.prepare import resolve_dtype
 from drumroll.registry import REGISTRY
 from drumroll.rewards.place import ChatModel
@@ -168,16 +169,11 @@ def _check_template(tokenizer: Tokenizer) -> None:
 
 
 def _load(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
-    """The model as transformers loads it, on the CPU."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:
-        raise ModelError(f"'{folder}' cannot be loaded as a causal language model: {type(error).__name__}: {error}") from error
+    model, missing = load_model(folder, "lm", trust_remote_code=trust_remote_code, dtype=getattr(torch, dtype))
+    check_complete(folder, missing)
+    return model
 
 
 def _tensors(model: Any) -> Iterator[Bucket]:

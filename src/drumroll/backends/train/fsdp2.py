@@ -33,6 +33,7 @@ from drumroll.backends.train.shards import Extent, RankState, Shards, copy_compa
 from drumroll.config.models import TrainerConfig
 from drumroll.errors import CheckpointError, ModelError
 from drumroll.models.folder import CLASSIFIER_ENDING
+from drumroll.models.loading import check_complete, load_model
 from drumroll.registry import register
 from drumroll.text.packing import micro_batches, pack_demonstrations, select, token_indices
 from drumroll.types import Batch, RankInfo, Schedule, TopLogp
@@ -393,34 +394,29 @@ class Fsdp2(TrainBackend):
 
     def _load(self) -> Any:
         """The model on the CPU, in float32, without dropout, attending to packed sequences."""
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-        from transformers.utils import logging
+        from transformers import AutoConfig
 
-        logging.disable_progress_bar()  # a worker's standard error is a log
-        logging.set_verbosity_error()  # weights that are missing are reported below
         register_packed_attention()
         try:
-            source = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
-            self._source_config = AutoConfig.from_pretrained(self.model_folder, **source)
-            fresh = self._fit_scalar_head() if self.head == "scalar" else set()
-            config = copy.deepcopy(self._source_config)
-            for name, value in config.to_dict().items():
-                if "drop" in name and isinstance(value, float):
-                    setattr(config, name, 0.0)  # log-probabilities must be those that the engine sampled at
-            kind = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
-            model, report = kind.from_pretrained(
-                self.model_folder,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation=PACKED_ATTENTION,
-                output_loading_info=True,
-                **source,
+            self._source_config = AutoConfig.from_pretrained(
+                self.model_folder, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"'{self.model_folder}' cannot be loaded for training: {type(error).__name__}: {error}") from error
-        missing = sorted(set(report["missing_keys"]) - fresh)
-        if missing:
-            raise ModelError(f"'{self.model_folder}' lacks weights of its model: {', '.join(missing[:5])}")
+        fresh = self._fit_scalar_head() if self.head == "scalar" else set()
+        config = copy.deepcopy(self._source_config)
+        for name, value in config.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)  # log-probabilities must be those that the engine sampled at
+        model, missing = load_model(
+            self.model_folder,
+            "lm" if self.head == "lm" else "classifier",
+            trust_remote_code=self.trust_remote_code,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=PACKED_ATTENTION,
+        )
+        check_complete(self.model_folder, [name for name in missing if name not in fresh])
         if self.head == "scalar":
             _score_every_token(model)
             if fresh:

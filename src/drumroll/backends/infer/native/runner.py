@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 
 from drumroll.backends.checksum import checksum
 from drumroll.backends.infer.native.cache import ATTENTION, SlotCache
 from drumroll.backends.sampling import processed_logp, sample, uniform
 from drumroll.errors import ConfigError, ModelError, WeightSyncError
+from drumroll.models.loading import check_complete, load_model
 from drumroll.registry import nearest
 from drumroll.types import Sampling
 
@@ -254,12 +254,10 @@ class Runner:
 
 
 def _load_model(folder: Path, dtype: str, device: torch.device, trust_remote_code: bool) -> Any:
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:
-        raise ModelError(f"'{folder}' cannot be loaded as a causal language model: {type(error).__name__}: {error}") from error
+    model, missing = load_model(
+        folder, "lm", trust_remote_code=trust_remote_code, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+    )
+    check_complete(folder, missing)
     return model.eval().requires_grad_(False).to(device)
 
 
