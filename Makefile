@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos simulate lint types unit docs clean
+.PHONY: help install demo test test-kernels chaos simulate lint types unit docs clean
 
 help:  ## List the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 # Built anew only when the lock file or the package metadata changes.
 $(INSTALLED): requirements.lock pyproject.toml
@@ -24,6 +24,12 @@ demo: install  ## Train a tiny model by RL on the CPU and show what it learnt (a
 	$(BIN)/drumroll train recipes/quickstart.yaml
 
 test: install lint types unit  ## Everything that CI runs: lint, strict types, all tests
+
+KERNELS := .kernels
+
+test-kernels: install  ## The GPU kernels in Triton's interpreter, on the CPU (a download of 1 GB, then about 3 minutes)
+	test -d $(KERNELS)/triton || $(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) triton==3.9.0
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest tests/contract/test_infer_paged.py
 
 chaos: install  ## Kill runs at 50 random points, through Ray and inside one process, and compare (about 30 minutes)
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
@@ -46,4 +52,4 @@ unit: install  ## The test suite
 	$(BIN)/python -m pytest
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(KERNELS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

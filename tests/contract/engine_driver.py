@@ -27,6 +27,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen2": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 1},
+    "qwen3": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16},
     "gpt2": {**SMALL},
     "gpt_neox": {**SMALL, "intermediate_size": 64},
     "mistral": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 12},

@@ -6,13 +6,14 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_driver import Driver, Reply, ask, engine, make_model, prompt_of, tensors
 
 from drumroll.backends.infer.native import Native
-from drumroll.backends.infer.native.runner import bucket
+from drumroll.backends.infer.native.slots import bucket
 from drumroll.errors import ConfigError, ModelError, WorkerError
 from drumroll.types import GenRequest
 
@@ -27,12 +28,13 @@ def fingerprint(reply: Reply) -> tuple[tuple[int, ...], tuple[float, ...], tuple
 
 
 def requests(count: int) -> list[GenRequest]:
-    """Prompts from one token to several prefill calls, replies from one token to a full context, all kinds of sampling."""
+    """Prompts from one token to several prefill calls, each twice; replies from one token to a full context, all kinds of sampling."""
     rnd = random.Random(0)
+    lengths = random.Random(1).choices([1, 2, 5, 16, 17, 30, 70, 150, 250], k=count)
     return [
         ask(
             f"r{i}",
-            prompt_of(rnd.choice([1, 2, 5, 16, 17, 30, 70, 150, 250]), seed=i),
+            prompt_of(lengths[i // 2], seed=i // 2),
             seed=i,
             max_new_tokens=rnd.choice([1, 5, 30, 80]),
             temperature=rnd.choice([0.0, 0.7, 1.0, 1.5]),
@@ -94,11 +96,31 @@ def test_decoding_runs_only_the_rows_that_are_needed(folder: Path, monkeypatch: 
             return forward(model, tokens, positions, reach)  # type: ignore[arg-type]
 
         monkeypatch.setattr(runner, "_forward", spy)
-        driver.generate(*(ask(f"{i}", prompt_of(5), i) for i in range(40)))
+        driver.generate(*(ask(f"{i}", prompt_of(5, seed=i), i) for i in range(40)))
         assert (48, 1, 64) in seen
         seen.clear()
-        driver.generate(*(ask(f"again {i}", prompt_of(5), i) for i in range(3)))
+        driver.generate(*(ask(f"again {i}", prompt_of(5, seed=40 + i), i) for i in range(3)))
         assert seen == {(3, 16, 64), (16, 1, 64)}
+
+
+def test_a_prompt_that_several_share_is_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(folder, num_slots=4, prefill_tokens=64) as driver:
+        assert isinstance(driver.backend, Native)
+        runner = driver.backend._ready_runner
+        prefill = runner.prefill
+        computed: list[int] = []
+
+        def spy(chunks: list[Any], length: int) -> None:
+            computed.extend(len(chunk.tokens) for chunk in chunks)
+            prefill(chunks, length)
+
+        monkeypatch.setattr(runner, "prefill", spy)
+        replies = driver.generate(*(ask(f"{i}", prompt_of(151), i, max_new_tokens=2 + i) for i in range(12)))
+        assert sum(computed) == 150, "twelve requests in four slots"
+        assert len({tuple(reply.token_ids) for reply in replies}) > 6
+        driver.update(1, cache="keep")
+        driver.generate(ask("new", prompt_of(151), 0))
+        assert sum(computed) == 300, "keys and values of other weights serve nobody"
 
 
 def test_buckets() -> None:

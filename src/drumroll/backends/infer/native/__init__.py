@@ -2,11 +2,13 @@
 
     event loop                          compute thread
     submit, abort ── inbox ───────────▶ between two steps: empty the inbox, end what is due
-    update, pause, ... ── inbox ──────▶ then one step: a prefill call while any request needs one, else a decode step
+    update, pause, ... ── inbox ──────▶ then one step: a prefill call while any request needs one, else decode steps
     poll ◀── tokens under a lock, finished requests wake it ──┘
 
-This module schedules and keeps the books; `runner` computes, `cache` holds keys and values, `request` knows when a reply is
-over. Importing it loads neither torch nor transformers: `setup` does.
+This module schedules; `request` knows when a reply is over; a `runner` computes, and knows what lies where. Decode steps are *flights*:
+where the runner wants it, the next ones are launched before the last ones are read, and whoever ends in between has computed a little
+too much.
+Importing this loads neither torch nor transformers: `setup` does.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from drumroll.backends.infer.base import Bucket, Checksums, InferBackend
 from drumroll.backends.infer.native.request import Request
@@ -32,40 +34,9 @@ from drumroll.registry import register
 from drumroll.types import Chunk, EngineLoad, FinishReason, GenRequest, RankInfo, Version
 
 if TYPE_CHECKING:
-    from drumroll.backends.infer.native.runner import Runner
+    from drumroll.backends.infer.native.runner import Flight, Runner
 
 T = TypeVar("T")
-
-
-class Rest(NamedTuple):
-    """A slot that nobody uses, and the tokens whose keys and values it holds."""
-
-    slot: int
-    tokens: list[int]
-
-
-class DecodeShape(NamedTuple):
-    """What a decode step depends on besides the slots' own state."""
-
-    num_rows: int
-    num_positions: int
-    truncates: bool
-    greedy: bool
-
-    @classmethod
-    def of(cls, running: Mapping[int, Request]) -> DecodeShape:
-        entries = running.values()
-        return cls(
-            num_rows=max(running) + 1,
-            num_positions=max(len(entry.tokens) for entry in entries),
-            truncates=any(entry.sampling.top_k > 0 or entry.sampling.top_p < 1 for entry in entries),
-            greedy=any(entry.sampling.temperature == 0 for entry in entries),
-        )
-
-    @property
-    def advanced(self) -> DecodeShape:
-        """Of the next step, when the same requests go on."""
-        return self._replace(num_positions=self.num_positions + 1)
 
 
 @register.infer_backend("native")
@@ -75,8 +46,11 @@ class Native(InferBackend):
     class Config(EngineConfig):
         """Options of the native engine."""
 
-        prefill_tokens: PositiveInt | None = None
+        prefill_tokens: Annotated[int, Field(ge=64)] | None = None
         """Tokens in one prefill call; 256 on the CPU and 8192 on a GPU otherwise. Longer prompts take several calls."""
+        cache_tokens: PositiveInt | None = None
+        """Tokens whose keys and values have room on a GPU; `num_slots` × `context_tokens` otherwise, or as many as fit beside the model.
+        When they are all in use, the latest requests wait."""
 
     config: Config
 
@@ -102,13 +76,8 @@ class Native(InferBackend):
         self._waiting: deque[Request] = deque()
         self._filling: deque[Request] = deque()
         self._running: dict[int, Request] = {}
-        self._free = list(range(config.num_slots))
-        self._resting: dict[str, Rest] = {}
-        """Slots that keep what a session's last request left, by session, the longest at rest first."""
-        self._left: list[int] = []
-        """Slots that take no part in decoding any more, which the runner has not been told yet."""
-        self._shape: DecodeShape | None = None
-        """What the next decode step takes; None after requests have entered or left."""
+        self._flights: deque[tuple[Flight, dict[int, Request]]] = deque()
+        """Decode steps that were launched and not read yet, the oldest first, with those who took part."""
         self._deadlines: list[tuple[float, str]] = []
         self._num_tokens = 0
         self._busy_s = 0.0
@@ -116,17 +85,9 @@ class Native(InferBackend):
     # -- The contract, called from the event loop
 
     def setup(self, rank: RankInfo) -> None:
-        from drumroll.backends.infer.native.runner import Runner
+        from drumroll.backends.infer.native.runner import open_runner
 
-        self._runner = Runner(
-            self.model_folder,
-            self.dtype,
-            rank.device,
-            num_slots=self.config.num_slots,
-            context_tokens=self.config.context_tokens,
-            prefill_tokens=self.config.prefill_tokens,
-            trust_remote_code=self.trust_remote_code,
-        )
+        self._runner = open_runner(self.config, self.model_folder, self.dtype, rank.device, trust_remote_code=self.trust_remote_code)
         self._thread = threading.Thread(target=self._compute, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -306,9 +267,7 @@ class Native(InferBackend):
                     self._expire()
                     if self._can_compute():
                         started = time.perf_counter()
-                        runner.leave(self._left)
-                        self._left = []
-                        self._admit()
+                        self._admit(runner)
                         if self._filling:
                             self._prefill(runner)
                         else:
@@ -338,7 +297,7 @@ class Native(InferBackend):
         return self._stopped is None
 
     def _can_compute(self) -> bool:
-        return not self._paused and self._weights_complete and bool(self._running or self._filling or self._waiting)
+        return not self._paused and self._weights_complete and bool(self._running or self._filling or self._waiting or self._flights)
 
     def _is_due(self) -> bool:
         return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()
@@ -367,81 +326,72 @@ class Native(InferBackend):
         with self._changed:
             if entry.slot < 0:
                 self._waiting.remove(entry)
-            elif self._running.pop(entry.slot, None) is None:
-                self._filling.remove(entry)
-                heapq.heappush(self._free, entry.slot)
             else:
-                self._left.append(entry.slot)
-                self._shape = None
-                if entry.session and reason in ("stop", "length"):
-                    self._rest(entry)
-                else:
-                    heapq.heappush(self._free, entry.slot)
+                was_running = self._running.pop(entry.slot, None) is not None
+                if not was_running:
+                    self._filling.remove(entry)
+                self._ready_runner.leave(entry, keep=was_running and reason in ("stop", "length"))
             del self._open[entry.id]
             self._finished.append(entry.take_fresh(reason, error))
             self._wake_pollers()
 
-    def _rest(self, entry: Request) -> None:
-        """The slot keeps its keys and values for the session's next request, until another needs the place."""
-        self._give_up(entry.session)
-        self._resting[entry.session] = Rest(entry.slot, entry.tokens[:-1])
-
-    def _give_up(self, session: str) -> None:
-        rest = self._resting.pop(session, None)
-        if rest is not None:
-            heapq.heappush(self._free, rest.slot)
-
-    def _admit(self) -> None:
-        """Waiting requests take slots: one that goes on with a session its own, others a free one, lowest first, so that decoding runs
-        few rows, and when there is none the one that has been at rest for longest."""
+    def _admit(self, runner: Runner) -> None:
+        """Waiting requests take slots, in their order, as long as there is room."""
         with self._changed:
-            while self._waiting and (self._free or self._resting):
-                entry = self._waiting.popleft()
-                rest = self._resting.get(entry.session)
-                if rest is not None and entry.begins_with(rest.tokens):
-                    del self._resting[entry.session]
-                    entry.take_slot(rest.slot, len(rest.tokens))
-                else:
-                    self._give_up(entry.session if rest is not None or self._free else next(iter(self._resting)))
-                    entry.take_slot(heapq.heappop(self._free))
-                self._filling.append(entry)
+            while self._waiting and runner.admit(self._waiting[0]):
+                self._filling.append(self._waiting.popleft())
 
     def _prefill(self, runner: Runner) -> None:
-        """One call for the oldest request and those whose chunk has the same length; whoever needs no further call starts to run."""
-        from drumroll.backends.infer.native.runner import Chunk as Piece
-        from drumroll.backends.infer.native.runner import Entrant
-
-        length = runner.chunk_length(self._filling[0].num_to_fill)
-        rows = [entry for entry in self._filling if entry.num_to_fill and runner.chunk_length(entry.num_to_fill) == length]
-        rows = rows[: runner.chunk_rows(length)]
-        if rows:
-            runner.prefill([Piece(e.slot, e.num_cached, e.tokens[e.num_cached : -1][:length]) for e in rows], length)
-        for entry in rows:
-            entry.num_cached += min(length, entry.num_to_fill)
+        """One call; whoever needs no further one starts to run."""
+        runner.fill(self._filling)
         with self._changed:
             full = [entry for entry in self._filling if not entry.num_to_fill]
             self._filling = deque(entry for entry in self._filling if entry.num_to_fill)
             self._running.update({entry.slot: entry for entry in full})
-            self._shape = None
-        runner.enter([Entrant(e.slot, e.tokens[-1], len(e.tokens) - 1, e.num_sampled, e.seed, e.sampling) for e in full])
+        runner.enter(full)
 
     def _decode(self, runner: Runner) -> None:
-        """One token for every running request."""
-        shape = self._shape or DecodeShape.of(self._running)
-        ids, logp = runner.decode(shape.num_rows, shape.num_positions, truncates=shape.truncates, greedy=shape.greedy)
-        self._shape = shape.advanced
-        self._num_tokens += len(self._running)
+        """The next tokens of every running request."""
+        if self._running:
+            self._make_room(runner)
+        if self._running:
+            self._flights.append((runner.launch(self._running), dict(self._running)))
+        if len(self._flights) > (runner.num_ahead if self._running else 0):
+            self._land(runner)
+
+    def _make_room(self, runner: Runner) -> None:
+        """Requests whose next tokens have no place go back to the queue, the latest first, and are computed again from their tokens."""
+        while runner.make_room(list(self._running.values())):
+            self._drain()  # what is under way may end requests, and their tokens count
+            for entry in runner.make_room(list(self._running.values())):
+                with self._changed:
+                    del self._running[entry.slot]
+                    runner.leave(entry, keep=True)
+                    entry.lose_slot()
+                    self._waiting.appendleft(entry)
+
+    def _drain(self) -> None:
+        """Read everything that is under way."""
+        while self._flights:
+            self._land(self._ready_runner)
+
+    def _land(self, runner: Runner) -> None:
+        """Read the oldest steps; tokens of whoever has left meanwhile, and behind the end of a reply, count for nothing."""
+        flight, took_part = self._flights.popleft()
+        sampled = runner.read(flight)
         step = self._version.step
         done: list[tuple[Request, FinishReason, str]] = []
         with self._changed:
-            for slot, entry in self._running.items():
-                if logp[slot] != logp[slot]:
-                    runner.cache.wipe(slot)
-                    done.append((entry, "error", f"request '{entry.id}': the model's logits are not finite. Are its weights?"))
+            for slot, entry in took_part.items():
+                if self._running.get(slot) is not entry:
                     continue
-                entry.append(ids[slot], logp[slot], step)
-                outcome = entry.outcome()
-                if outcome is not None:
+                num_before = len(entry.tokens)
+                outcome = entry.extend(sampled.ids[slot], sampled.logp[slot], step)
+                self._num_tokens += len(entry.tokens) - num_before
+                if outcome == "error":
+                    runner.wipe(entry)
+                    done.append((entry, "error", f"request '{entry.id}': the model's logits are not finite. Are its weights?"))
+                elif outcome is not None:
                     done.append((entry, outcome, ""))
             for entry, reason, error in done:
                 self._finish(entry, reason, error)
@@ -453,27 +403,28 @@ class Native(InferBackend):
             raise WeightSyncError(f"version {version} was refused: the engine is asleep. Wake it first.")
         if version < self._version:
             raise WeightSyncError(f"version {version} was refused: it is older than {self._version}, which the engine serves.")
+        self._drain()
         self._weights_complete = False
         sums = self._ready_runner.take_weights(buckets)
         if cache == "recompute":
             self._refill()
+        self._ready_runner.forget(sessions=cache == "recompute")
         self._version = version
         self._weights_complete = True
         return sums
 
     def _refill(self) -> None:
-        """Compute the keys and values of every request anew, from its tokens; those at rest are given up."""
+        """Compute the keys and values of every request anew, from its tokens."""
         with self._changed:
-            for session in list(self._resting):
-                self._give_up(session)
-            self._left += self._running
-            self._filling += self._running.values()
+            for entry in (*self._running.values(), *self._filling):
+                self._ready_runner.leave(entry, keep=False)
+                entry.lose_slot()
+                self._waiting.appendleft(entry)
             self._running.clear()
-            self._shape = None
-            for entry in self._filling:
-                entry.num_cached = 0
+            self._filling.clear()
 
     def _pause(self) -> None:
+        self._drain()
         self._paused = True
 
     def _resume(self) -> None:
@@ -484,10 +435,12 @@ class Native(InferBackend):
         self._paused = False
 
     def _sleep(self) -> None:
+        self._drain()
         self._paused = True
         self._asleep = True
         self._weights_complete = False
         self._refill()
+        self._ready_runner.forget(sessions=True)
         self._ready_runner.sleep()
 
     def _wake(self) -> None:

@@ -66,6 +66,12 @@ class SlotCache:
         """Models ask for it when they are given no positions; the runner always gives them."""
         return 0
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of a slot, into another."""
+        for stored in self.layers.values():
+            for store in stored:
+                store[target, :, :length].copy_(store[source, :, :length])
+
     def wipe(self, slot: int) -> None:
         """Zero a slot: values that are not finite would spoil masked attention for its next owner."""
         for stored in self.layers.values():

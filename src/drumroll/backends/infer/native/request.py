@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from drumroll.types import Chunk, FinishReason, GenRequest, Sampling
@@ -65,11 +65,21 @@ class Request:
         """Tokens that a prefill must still compute."""
         return len(self.tokens) - 1 - self.num_cached
 
-    def append(self, token: int, logp: float, version: int) -> None:
-        self.tokens.append(token)
-        self.fresh.token_ids.append(token)
-        self.fresh.logp.append(logp)
-        self.fresh.token_version.append(version)
+    def extend(self, ids: Sequence[int], logp: Sequence[float], version: int) -> FinishReason | None:
+        """Take these tokens, up to the one that ends the reply, and say whether and how it ended; a log-probability that is no number
+        ends it with an error."""
+        fresh = self.fresh
+        for token, value in zip(ids, logp, strict=True):
+            if value != value:
+                return "error"
+            self.tokens.append(token)
+            fresh.token_ids.append(token)
+            fresh.logp.append(value)
+            fresh.token_version.append(version)
+            outcome = self.outcome()
+            if outcome is not None:
+                return outcome
+        return None
 
     def take_fresh(self, finish: FinishReason | None = None, error: str = "") -> Chunk:
         """The tokens since the last call; with a finish reason, also which slot the request leaves now."""
@@ -88,6 +98,10 @@ class Request:
         self.slot = slot
         self.num_cached = num_cached
         self.started = time.time()
+
+    def lose_slot(self) -> None:
+        self.slot = -1
+        self.num_cached = 0
 
     def outcome(self) -> FinishReason | None:
         """Whether the reply so far is complete."""

@@ -1,0 +1,367 @@
+"""Any causal LM of transformers in fixed shapes: each request in a slot of its own, keys and values in static tensors.
+
+Two calls do all the work. A prefill writes the keys and values of [rows, chunk] tokens into slots; it needs no logits. A decode step
+computes one token for each of the first R slots, samples the next one and leaves it in place for the next call, so that the host
+only reads.
+Shapes are bucketed:
+
+    prefill   chunk lengths from `chunk_length`, always with the same number of rows for a length
+    decode    rows in steps of 16, attention over `cache_length` positions
+
+A prefill's shape depends on the request's own length alone. For decode's shapes, float32 products on one CPU thread give a row
+the same bits in every bucket, so a request's tokens do not depend on its neighbours, its slot or the number of slots. Requests with the
+same prompt share its prefill: whoever comes later gets a copy of the keys and values, which are the bits that it would have computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from drumroll.backends.infer.native.cache import SlotCache
+from drumroll.backends.infer.native.runner import (
+    Runner,
+    Sampled,
+    context_of,
+    end_ids_of,
+    own_logits,
+    share_off,
+    signed,
+    tolerance,
+    trial_tokens,
+)
+from drumroll.backends.sampling import processed_logp, sample, uniform
+from drumroll.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from drumroll.backends.infer.native import Native
+    from drumroll.backends.infer.native.request import Request
+
+ROW_STEP = 16
+"""Decode's rows come in multiples of this; smaller matrix products may round differently."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of one slot for one prefill call, from position `start` on."""
+
+    slot: int
+    start: int
+    tokens: list[int]
+
+
+class Rest(NamedTuple):
+    """A slot that nobody uses, and the tokens whose keys and values it holds."""
+
+    slot: int
+    tokens: list[int]
+
+
+class DecodeShape(NamedTuple):
+    """What a decode step depends on besides the slots' own state."""
+
+    num_rows: int
+    num_positions: int
+    truncates: bool
+    greedy: bool
+
+    @classmethod
+    def of(cls, running: Mapping[int, Request]) -> DecodeShape:
+        entries = running.values()
+        return cls(
+            num_rows=max(running) + 1,
+            num_positions=max(len(entry.tokens) for entry in entries),
+            truncates=any(entry.sampling.top_k > 0 or entry.sampling.top_p < 1 for entry in entries),
+            greedy=any(entry.sampling.temperature == 0 for entry in entries),
+        )
+
+    @property
+    def advanced(self) -> DecodeShape:
+        """Of the next step, when the same requests go on."""
+        return self._replace(num_positions=self.num_positions + 1)
+
+
+def bucket(size: int, step: int) -> int:
+    """The smallest bucket that holds `size`: `step` times 1, 2, 3, 4, 6, 8, 12, 16, ..., so that at most a third is padding."""
+    power = step
+    while power < size:
+        if power > step and power * 3 // 2 >= size:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+def cache_length(size: int) -> int:
+    """Positions that attention reads so that `size` are covered: 64, 128, 192, 256, 384, 512, ..."""
+    return bucket(size, 64)
+
+
+class SlotRunner(Runner):
+    """A causal LM with a slot cache and the sampling state of every slot."""
+
+    num_ahead = 0
+
+    def __init__(self, model: Any, folder: Path, cfg: Native.Config) -> None:
+        self.model = model
+        self.device = model.device
+        self.context = context_of(model.config.get_text_config(), cfg.context_tokens, folder)
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.end_ids = end_ids_of(model)
+        self.optional = frozenset(name for name, _ in model.named_buffers())
+        self.num_rows = -(-cfg.num_slots // ROW_STEP) * ROW_STEP
+        self.cache = SlotCache(self.num_rows, cache_length(self.context))
+        self._prefill_tokens = cfg.prefill_tokens or (256 if self.device.type == "cpu" else 8192)
+        self._places = torch.arange(self.cache.capacity, device=self.device)
+        # One column for each slot; columns are written when a request enters or leaves, and advance on the device.
+        self._ints = torch.zeros(6, self.num_rows, dtype=torch.int64, device=self.device)  # token position index active seed top_k
+        self._floats = torch.ones(2, self.num_rows, dtype=torch.float32, device=self.device)  # temperature top_p
+        self._free = list(range(cfg.num_slots))
+        self._resting: dict[str, Rest] = {}
+        """Slots that keep what a session's last request left, by session, the longest at rest first."""
+        self._decoding: set[int] = set()
+        """Slots that take part in decoding."""
+        self._left: list[int] = []
+        """Slots that take no part in decoding any more, which the device has not been told yet."""
+        self._shape: DecodeShape | None = None
+        """What the next decode step takes; None after requests have entered or left."""
+        self._prompt_of: dict[int, bytes] = {}
+        """All tokens of a prompt but the last, by the slot that began with nothing but them."""
+        self._holders: dict[bytes, set[int]] = {}
+        """Slots that hold the keys and values of a prompt."""
+        self._fillers: dict[bytes, int] = {}
+        """The slot that is about to get them."""
+        self._check_model()
+
+    # -- Places
+
+    def admit(self, entry: Request) -> bool:
+        """One that goes on with a session takes its slot, others a free one, lowest first, so that decoding runs few rows, and when there
+        is none the one that has been at rest for longest."""
+        if not self._free and not self._resting:
+            return False
+        rest = self._resting.get(entry.session)
+        if rest is not None and entry.begins_with(rest.tokens):
+            del self._resting[entry.session]
+            entry.take_slot(rest.slot, len(rest.tokens))
+            return True
+        self._give_up(entry.session if rest is not None or self._free else next(iter(self._resting)))
+        slot, prompt = heapq.heappop(self._free), np.asarray(entry.tokens[:-1], dtype=np.int64).tobytes()
+        if slot in self._holders.get(prompt, ()):
+            entry.take_slot(slot, len(entry.tokens) - 1)
+            return True
+        self._disown(slot)
+        self._prompt_of[slot] = prompt
+        entry.take_slot(slot)
+        return True
+
+    def leave(self, entry: Request, *, keep: bool) -> None:
+        if entry.slot in self._decoding:
+            self._decoding.discard(entry.slot)
+            self._left.append(entry.slot)
+            self._shape = None
+        else:
+            self._disown(entry.slot)
+        if keep and entry.session:
+            self._give_up(entry.session)
+            self._resting[entry.session] = Rest(entry.slot, entry.tokens[:-1])
+        else:
+            heapq.heappush(self._free, entry.slot)
+
+    def forget(self, *, sessions: bool) -> None:
+        self._holders.clear()
+        self._fillers.clear()
+        for session in list(self._resting) if sessions else ():
+            self._give_up(session)
+
+    def make_room(self, running: Sequence[Request]) -> list[Request]:
+        return []
+
+    def wipe(self, entry: Request) -> None:
+        self._disown(entry.slot)
+        self.cache.wipe(entry.slot)
+
+    def _give_up(self, session: str) -> None:
+        rest = self._resting.pop(session, None)
+        if rest is not None:
+            heapq.heappush(self._free, rest.slot)
+
+    def _disown(self, slot: int) -> None:
+        """What the slot holds is no prompt that others could have a copy of."""
+        prompt = self._prompt_of.pop(slot, b"")
+        holders = self._holders.get(prompt, set())
+        holders.discard(slot)
+        if not holders:
+            self._holders.pop(prompt, None)
+        if self._fillers.get(prompt) == slot:
+            del self._fillers[prompt]
+
+    # -- Computing
+
+    def fill(self, entries: Sequence[Request]) -> None:
+        """One call for the oldest request and those whose chunk has the same length, and a copy for those whose prompt is complete in
+        another slot; whose prompt is on its way in another slot waits for it."""
+        rows: list[Request] = []
+        length, has_progress = 0, False
+        for entry in entries:
+            if not entry.num_to_fill:
+                has_progress = True
+                continue
+            if not entry.num_cached:
+                prompt = self._prompt_of[entry.slot]
+                holders = self._holders.get(prompt)
+                if holders:
+                    self.cache.copy(min(holders), entry.slot, entry.num_to_fill)
+                    entry.num_cached += entry.num_to_fill
+                    holders.add(entry.slot)
+                    has_progress = True
+                    continue
+                if self._fillers.setdefault(prompt, entry.slot) != entry.slot:
+                    continue
+            length = length or self.chunk_length(entry.num_to_fill)
+            if self.chunk_length(entry.num_to_fill) == length and len(rows) < self.chunk_rows(length):
+                rows.append(entry)
+        assert rows or has_progress, "whoever is waited for is among those to fill"
+        if rows:
+            self.prefill([Chunk(e.slot, e.num_cached, e.tokens[e.num_cached : -1][:length]) for e in rows], length)
+        for entry in rows:
+            entry.num_cached += min(length, entry.num_to_fill)
+            prompt = self._prompt_of.get(entry.slot, b"")
+            if not entry.num_to_fill and self._fillers.get(prompt) == entry.slot:
+                del self._fillers[prompt]
+                self._holders.setdefault(prompt, set()).add(entry.slot)
+
+    def chunk_length(self, num_tokens: int) -> int:
+        """Length of the prefill call that a request with this many tokens to fill takes part in next."""
+        return min(bucket(num_tokens, ROW_STEP), max(ROW_STEP, self._prefill_tokens))
+
+    def chunk_rows(self, length: int) -> int:
+        """Rows of a prefill call of this length at most."""
+        return max(1, self._prefill_tokens // length)
+
+    def prefill(self, chunks: Sequence[Chunk], length: int) -> None:
+        """Keys and values of up to `chunk_rows(length)` chunks, none longer than `length`."""
+        num_rows = min(bucket(len(chunks), 1), self.chunk_rows(length))
+        tokens, positions, writes = np.zeros((3, num_rows, length), dtype=np.int64)
+        writes[:] = self.cache.waste
+        slots = np.zeros(num_rows, dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            end = len(chunk.tokens)
+            tokens[row, :end] = chunk.tokens
+            positions[row, :end] = writes[row, :end] = np.arange(chunk.start, chunk.start + end)
+            slots[row] = chunk.slot
+        reach = cache_length(max(chunk.start + len(chunk.tokens) for chunk in chunks))
+        on_device = [torch.from_numpy(values).to(self.device) for values in (tokens, positions, writes, slots)]
+        self.cache.aim(on_device[3], on_device[2], reach)
+        self._forward(self.model.base_model, on_device[0], on_device[1], reach)
+
+    def enter(self, entries: Sequence[Request]) -> None:
+        if not entries:
+            return
+        self._shape = None
+        self._decoding.update(entry.slot for entry in entries)
+        slots = torch.tensor([entry.slot for entry in entries], device=self.device)
+        ints = [(e.tokens[-1], len(e.tokens) - 1, e.num_sampled, 1, signed(e.seed), e.sampling.top_k) for e in entries]
+        floats = [(e.sampling.temperature, e.sampling.top_p) for e in entries]
+        self._tell_left()
+        self._ints.index_copy_(1, slots, torch.tensor(ints, dtype=torch.int64).T.to(self.device))
+        self._floats.index_copy_(1, slots, torch.tensor(floats, dtype=torch.float32).T.to(self.device))
+
+    def launch(self, running: Mapping[int, Request]) -> Sampled:
+        self._tell_left()
+        shape = self._shape or DecodeShape.of(running)
+        self._shape = shape.advanced
+        return self.decode(shape)
+
+    def read(self, flight: Sampled) -> Sampled:
+        return flight
+
+    def _tell_left(self) -> None:
+        """Slots that were left take no part any more; their rows compute, but write nothing that anyone reads."""
+        if self._left:
+            columns = torch.tensor(self._left, device=self.device)
+            self._ints.index_fill_(1, columns, 0)
+            self._floats.index_fill_(1, columns, 1.0)
+            self._left = []
+
+    def decode(self, shape: DecodeShape) -> Sampled:
+        """One step of the first slots."""
+        num_rows = -(-shape.num_rows // ROW_STEP) * ROW_STEP
+        token, position, index, active, seed, top_k = self._ints[:, :num_rows]
+        temperature, top_p = self._floats[:, :num_rows]
+        reach = cache_length(shape.num_positions)
+        self.cache.aim(num_rows, torch.where(active > 0, position, self.cache.waste)[:, None], reach)
+        logits = self._forward(self.model, token[:, None], position[:, None], reach).logits[:, -1]
+        logp = processed_logp(logits, temperature, top_p, top_k, truncates=shape.truncates)
+        ids = sample(logp, uniform(seed, index), temperature == 0 if shape.greedy else None)
+        chosen = logp.gather(-1, ids[:, None])[:, 0]
+        token.copy_(ids)
+        position += active
+        index += active
+        host_ids, host_logp = torch.stack((ids.double(), chosen.double()))[:, :, None].tolist()  # the only wait for the device
+        return Sampled([[int(i) for i in line] for line in host_ids], host_logp)
+
+    def _forward(self, model: nn.Module, tokens: Tensor, positions: Tensor, reach: int) -> Any:
+        hidden = self._places[:reach] > positions[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True)
+
+    # -- Weights and memory
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict(keep_vars=True))
+
+    @torch.inference_mode(False)  # a parameter cannot be pointed at a tensor that was made in inference mode
+    def sleep(self) -> None:
+        """Give the device's memory back."""
+        self.cache.drop()
+        self.model.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode(False)
+    def wake(self) -> None:
+        """Back onto the device; the cache comes with the first prefill or decode."""
+        self.model.to(self.device)
+
+    # -- Checking
+
+    @torch.inference_mode()
+    def _check_model(self) -> None:
+        """Compare a short text's logits with the model's own forward, so that a model which the slot cache does not serve is refused
+        by name instead of served wrongly. Allocates the cache."""
+        name = type(self.model).__name__
+        tokens = trial_tokens(self.vocab_size, self.context)
+        try:
+            got, expected = self._logits(tokens), own_logits(self.model, tokens)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"engine.num_slots (got {self.num_rows}) times engine.context_tokens (got {self.context}): the keys and values of so many "
+                f"tokens do not fit beside the model into the memory of {self.device}. Lower one of them."
+            ) from error
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{name} does not run on the native engine: {type(error).__name__}: {error}. Use another engine.") from error
+        num_layers = self.model.config.get_text_config().num_hidden_layers
+        if len(self.cache.layers) != num_layers:
+            kept = len(self.cache.layers)
+            raise ModelError(f"{name} keeps keys and values of {kept} of its {num_layers} layers in the native engine. Use another engine.")
+        share = share_off(got, expected)
+        if not share < tolerance(self.model.dtype):
+            raise ModelError(f"{name} gives other logits in the native engine than by itself (off by {share:.1%}). Use another engine.")
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        """[V] after the tokens, the engine's way."""
+        last = len(tokens) - 1
+        if last:
+            self.prefill([Chunk(0, 0, tokens[:-1])], self.chunk_length(last))
+        token = torch.full((ROW_STEP, 1), tokens[-1], device=self.device)
+        position = torch.full_like(token, last)
+        self.cache.aim(ROW_STEP, position, cache_length(len(tokens)))
+        logits: Tensor = self._forward(self.model, token, position, cache_length(len(tokens))).logits
+        return logits[0, -1].float()
