@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from drumroll.errors import DrumrollError, PluginError, UserError
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning of language models and agents."
 )
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure a part of drumroll: a table, and one line of JSON at the end.")
+app.add_typer(bench_app, name="bench")
 
 Inputs = Annotated[
     list[str],
@@ -202,19 +205,38 @@ def trace(run: RunPath, out: Annotated[Path, typer.Argument(metavar="OUT.json", 
     print("Open it at https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing.")
 
 
-@app.command()
-def bench(
-    what: Annotated[Literal["scheduler"], typer.Argument(metavar="WHAT", help="scheduler: ways of scheduling samples, side by side.")],
+@bench_app.command()
+def scheduler(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds, steps and combinations: under a minute.")] = False,
     base: Annotated[bool, typer.Option("--base", help="Only the combination that the headline figures are of.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Seeds of each combination.", min=1)] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes; as many as processors otherwise.", min=1)] = None,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every row to this file, too.")] = None,
 ) -> None:
-    """Measure a part of drumroll in simulation: a table, and one line of JSON at the end."""
+    """Ways of scheduling samples, side by side, in simulation."""
     from drumroll.bench.scheduler import bench as bench_scheduler
 
     bench_scheduler(quick=quick, base=base, num_seeds=seeds, num_processes=jobs, out=out)
+
+
+@bench_app.command()
+def rl(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings of the run, such as algo.kl.coef=0.1.")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="tiny, 3m, qwen2.5-0.5b, qwen2.5-1.5b or qwen2.5-7b.")] = "tiny",
+    prompts: Annotated[int, typer.Option(help="Prompts of a step.", min=1)] = 64,
+    samples: Annotated[int, typer.Option(help="Replies to each.", min=2)] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.", min=1)] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Length of every reply.", min=1)] = 512,
+    steps: Annotated[int, typer.Option(help="Steps that are measured, after one that is not.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")] = None,
+) -> None:
+    """Whole training steps of a model's shape, with random weights: phases, tokens per second, MFU, memory."""
+    from drumroll.bench.rl import Workload
+    from drumroll.bench.rl import bench as bench_rl
+
+    bench_rl(shape, Workload(prompts, samples, prompt_tokens, new_tokens), steps, overrides or [], out)
 
 
 @app.command(name="list")

@@ -251,6 +251,16 @@ def test_updates_are_those_of_plain_torch(name: str, head: Head, options: dict[s
         torch.testing.assert_close(tensor, expected[tensor_name].detach(), rtol=0, atol=LR * 0.02, msg=lambda m, n=tensor_name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_head_that_holds_few_logits_at_a_time_changes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, models: dict[str, Path], make: Make
+) -> None:
+    monkeypatch.setattr("drumroll.backends.train.head.LOGITS_PER_CHUNK", 3 * VOCABULARY)
+    test_logprobs_are_those_of_plain_transformers(name, models, make)
+    test_updates_are_those_of_plain_torch(name, "lm", {"micro_batch_tokens": 60}, models, make)
+    test_entropy_is_that_of_the_sampled_distribution(models, make)
+
+
 def test_entropy_is_that_of_the_sampled_distribution(models: dict[str, Path], make: Make) -> None:
     batch = make_batch().with_fields(temperature=torch.ones(9))
     metrics = make(models["llama"]).train([batch], cross_entropy)[0]

@@ -14,9 +14,10 @@ LAYERS = {
     "backends": 3, "envs": 3,
     "cluster": 4,
     "rollout": 5, "record": 5, "agents": 5,
-    "workers": 6, "bench": 6,
+    "workers": 6,
     "pipelines": 7,
-    "api": 8, "cli": 8, "__init__": 9, "__main__": 9,
+    "api": 8, "bench": 8,
+    "cli": 9, "__init__": 10, "__main__": 10,
 }  # fmt: skip
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))

@@ -28,6 +28,7 @@ from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.group import RankGroup
+from drumroll.backends.train.head import HeadQuestion, can_be_asked
 from drumroll.backends.train.schedule import learning_rate
 from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
@@ -69,6 +70,7 @@ class Fsdp2(TrainBackend):
         self._sharded = rank.world > 1 or self._device.type == "cuda" or self.dtype != "float32"
         self._group = RankGroup(rank, self._sharded, self.config.timeout_s)
         self._model = self._load()
+        self._question = HeadQuestion(self._model) if self.head == "lm" and can_be_asked(self._model) else None
         names = _file_names(self._model)
         if self._sharded:
             self._shard()
@@ -223,6 +225,11 @@ class Fsdp2(TrainBackend):
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
         targets = batch.token_ids[rows].to(self._device)
         rows = rows.to(self._device)
+        vocab_size = self._source_config.get_text_config().vocab_size
+        if self._question and not truncates and "top_logp" not in fills and self._question.pays(len(rows), vocab_size):
+            with self._question.of(targets, settings[0], "entropy" in fills):
+                logp, entropy = self._logits(batch, rows - 1).unbind(-1)
+            return spread.index_copy(0, rows, logp), {"entropy": spread.index_copy(0, rows, entropy)}
         logits = self._logits(batch, rows - 1)
         logp, entropy = _chosen(logits, targets, settings, truncates, "entropy" in fills)
         about = {"entropy": spread.index_copy(0, rows, entropy)}

@@ -76,6 +76,7 @@ class Native(InferBackend):
         self._waiting: deque[Request] = deque()
         self._filling: deque[Request] = deque()
         self._running: dict[int, Request] = {}
+        self._lanes = list(range(config.num_slots))
         self._flights: deque[tuple[Flight, dict[int, Request]]] = deque()
         """Decode steps that were launched and not read yet, the oldest first, with those who took part."""
         self._deadlines: list[tuple[float, str]] = []
@@ -333,13 +334,18 @@ class Native(InferBackend):
                 self._ready_runner.leave(entry, keep=was_running and reason in ("stop", "length"))
             del self._open[entry.id]
             self._finished.append(entry.take_fresh(reason, error))
+            if entry.lane >= 0:
+                heapq.heappush(self._lanes, entry.lane)
             self._wake_pollers()
 
     def _admit(self, runner: Runner) -> None:
         """Waiting requests take slots, in their order, as long as there is room."""
         with self._changed:
             while self._waiting and runner.admit(self._waiting[0]):
-                self._filling.append(self._waiting.popleft())
+                entry = self._waiting.popleft()
+                self._filling.append(entry)
+                if entry.lane < 0:
+                    entry.lane, entry.started = heapq.heappop(self._lanes), time.time()
 
     def _prefill(self, runner: Runner) -> None:
         """One call; whoever needs no further one starts to run."""
@@ -355,6 +361,9 @@ class Native(InferBackend):
         if self._running:
             self._make_room(runner)
         if self._running:
+            if runner.tidy(self._running):
+                with self._changed:
+                    self._running = {entry.slot: entry for entry in self._running.values()}
             self._flights.append((runner.launch(self._running), dict(self._running)))
         if len(self._flights) > (runner.num_ahead if self._running else 0):
             self._land(runner)
@@ -367,8 +376,7 @@ class Native(InferBackend):
                 with self._changed:
                     del self._running[entry.slot]
                     runner.leave(entry, keep=True)
-                    entry.lose_slot()
-                    self._waiting.appendleft(entry)
+                    self._send_back(entry)
 
     def _drain(self) -> None:
         """Read everything that is under way."""
@@ -418,10 +426,15 @@ class Native(InferBackend):
         with self._changed:
             for entry in (*self._running.values(), *self._filling):
                 self._ready_runner.leave(entry, keep=False)
-                entry.lose_slot()
-                self._waiting.appendleft(entry)
+                self._send_back(entry)
             self._running.clear()
             self._filling.clear()
+
+    def _send_back(self, entry: Request) -> None:
+        """To the head of the queue, without what it held. Called with the lock held."""
+        heapq.heappush(self._lanes, entry.lane)
+        entry.lose_slot()
+        self._waiting.appendleft(entry)
 
     def _pause(self) -> None:
         self._drain()

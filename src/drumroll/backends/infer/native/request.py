@@ -28,6 +28,9 @@ class Request:
     session: str
     """Whose next request may go on from here; nobody's if empty."""
     slot: int = -1
+    """Where its keys and values are; they may be moved."""
+    lane: int = -1
+    """One of as many as there are slots, which it has to itself from the beginning to the end."""
     started: float = 0.0
     """When it took its slot, in seconds since the epoch."""
     num_cached: int = 0
@@ -82,12 +85,12 @@ class Request:
         return None
 
     def take_fresh(self, finish: FinishReason | None = None, error: str = "") -> Chunk:
-        """The tokens since the last call; with a finish reason, also which slot the request leaves now."""
+        """The tokens since the last call; with a finish reason, also which lane the request leaves now."""
         fresh, self.fresh = self.fresh, Chunk(self.id, [], [], [])
         if finish is None:
             return fresh
-        ended = max(self.started, time.time()) if self.slot >= 0 else 0.0
-        return Chunk(fresh.id, fresh.token_ids, fresh.logp, fresh.token_version, finish, error, self.slot, self.started, ended)
+        ended = max(self.started, time.time()) if self.lane >= 0 else 0.0
+        return Chunk(fresh.id, fresh.token_ids, fresh.logp, fresh.token_version, finish, error, self.lane, self.started, ended)
 
     def begins_with(self, tokens: list[int]) -> bool:
         """Whether these come first, and at least one after them."""
@@ -97,10 +100,9 @@ class Request:
         """A slot that holds keys and values of its first tokens already, or of none."""
         self.slot = slot
         self.num_cached = num_cached
-        self.started = time.time()
 
     def lose_slot(self) -> None:
-        self.slot = -1
+        self.slot = self.lane = -1
         self.num_cached = 0
 
     def outcome(self) -> FinishReason | None:

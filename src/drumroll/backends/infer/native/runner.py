@@ -68,6 +68,10 @@ class Runner(ABC):
     def make_room(self, running: Sequence[Request]) -> list[Request]:
         """Prepare the next launch; those of the requests that must leave, because the others need their room."""
 
+    def tidy(self, running: Mapping[int, Request]) -> bool:
+        """Move requests to other slots where that makes the next launches cheaper; whether any was moved."""
+        return False
+
     # -- Computing
 
     @abstractmethod
