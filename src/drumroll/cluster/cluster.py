@@ -23,7 +23,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drumroll.cluster.host import Host, HostInfo, Slot, seat
@@ -318,7 +328,13 @@ def _translate(answer: Future[Any], where: str, method: str) -> Future[Any]:
 def _as_ours(error: BaseException, where: str, method: str) -> BaseException:
     if isinstance(error, RayTaskError) and isinstance(error.cause, DrumrollError):
         return error.cause
-    if isinstance(error, RayActorError | ActorUnschedulableError):
+    if isinstance(error, OutOfMemoryError):
+        state = _reason(error).partition(" OOM kill reason")[0]  # pages about Ray's policies follow
+        return WorkerLost(
+            f"{where}: killed while {method}() was under way, because its machine ran out of memory. {state}. Free some, or lower what the "
+            f"run needs (`drumroll plan`)."
+        )
+    if isinstance(error, RayActorError | ActorUnschedulableError | NodeDiedError | LocalRayletDiedError | WorkerCrashedError):
         return WorkerLost(f"{where}: gone while {method}() was under way. {_reason(error)}")
     if isinstance(error, ObjectLostError):
         return WorkerLost(f"{where}: an argument or the result of {method}() is lost with the process that held it. {_reason(error)}")
