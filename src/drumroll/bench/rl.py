@@ -107,7 +107,7 @@ def make_model(folder: Path, shape: str, workload: Workload) -> int:
     with torch.device(device):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
     model.save_pretrained(folder)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(int(parameter.numel()) for parameter in model.parameters())
     words = {f"w{number}": number for number in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -166,6 +166,7 @@ def summarise(lines: Sequence[Mapping[str, Any]], shape: Mapping[str, Any], num_
     memory = {name: median([line[name] for line in lines]) for name in lines[-1] if name.startswith("memory/")}
     return {
         "step_s": step_s,
+        "step_seconds": [sum(line[f"time/{name}_s"] for name in PHASES) for line in lines],
         **{f"{name}_s": value for name, value in phases.items()},
         "tokens_per_s": workload.num_tokens / step_s,
         "generated_per_s": workload.num_new_tokens / phases["rollout"],

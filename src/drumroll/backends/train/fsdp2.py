@@ -29,6 +29,7 @@ from drumroll.backends.sampling import processed_logp
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.group import RankGroup
 from drumroll.backends.train.head import HeadQuestion, can_be_asked
+from drumroll.backends.train.lora import Adapters, LoraOptions, plain_name
 from drumroll.backends.train.schedule import learning_rate
 from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
@@ -59,6 +60,8 @@ class Fsdp2(TrainBackend):
         """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then."""
         timeout_s: PositiveFloat = 600.0
         """A rank that does not answer the others for this long is given up."""
+        lora: LoraOptions | None = None
+        """Learn low-rank adapters in place of the weights; null learns the weights."""
 
     config: Config
 
@@ -67,16 +70,22 @@ class Fsdp2(TrainBackend):
         self._device = torch.device(rank.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._sharded = rank.world > 1 or self._device.type == "cuda" or self.dtype != "float32"
+        has_masters = self.config.lora is None and (self._device.type == "cuda" or self.dtype != "float32")
+        self._sharded = rank.world > 1 or has_masters  # FSDP2 computes in `dtype` on weights in float32; adapters alone do without
         self._group = RankGroup(rank, self._sharded, self.config.timeout_s)
         self._model = self._load()
         self._question = HeadQuestion(self._model) if self.head == "lm" and can_be_asked(self._model) else None
         names = _file_names(self._model)
+        self._adapters = Adapters(self._model, self.config.lora) if self.config.lora else None
         if self._sharded:
             self._shard()
-        tensors = {**dict(self._model.named_parameters(remove_duplicate=False)), **dict(self._model.named_buffers())}
+        self._model.to(self._device)
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors = {**{plain_name(name): tensor for name, tensor in own.items()}, **dict(self._model.named_buffers())}
         self._tensors = {name: tensors[name] for name in names}
-        self._parameters = list(self._model.parameters())
+        self._learning = {name: tensor for name, tensor in own.items() if tensor.requires_grad} if self._adapters else self._tensors
+        """What training changes, by name: all of `_tensors`, or the adapters."""
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._schedule: Schedule | None = None
         self._num_updates = 0
         self._optimizer = self._fresh_optimizer()
@@ -267,13 +276,15 @@ class Fsdp2(TrainBackend):
         dtype = getattr(torch, self.dtype)
         for name, tensor in self._tensors.items():
             whole = tensor.detach()
+            if self._adapters:
+                whole = self._adapters.merged(name, whole)
             if whole.is_floating_point():
                 whole = whole.to(dtype)
             yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
 
     def snapshot(self) -> RankState:
         pieces = []
-        for parameter, tensor in self._tensors.items():
+        for parameter, tensor in self._learning.items():
             moments = self._optimizer.state.get(tensor, {})
             for what, value in {"weight": tensor, **moments}.items():
                 extent = Extent(parameter=parameter, what=what, shape=tuple(value.shape), rows=self._rows(value))
@@ -303,7 +314,7 @@ class Fsdp2(TrainBackend):
         """What this rank will hold of a saved state."""
         with Shards(folder) as shards:
             stored = {extent.parameter: extent.shape for extent in shards.tensors.values() if extent.what == "weight"}
-            own = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+            own = {name: tuple(tensor.shape) for name, tensor in self._learning.items()}
             for name in sorted({*own, *stored}):
                 if own.get(name) != stored.get(name):
                     raise CheckpointError(
@@ -312,7 +323,7 @@ class Fsdp2(TrainBackend):
                     )
             pieces = []
             for key, whole in shards.tensors.items():
-                tensor = self._tensors[whole.parameter]
+                tensor = self._learning[whole.parameter]
                 rows = self._rows(tensor) if whole.shape else None
                 values = shards.read(key, rows)
                 expected = torch.float32 if whole.what == "step" else tensor.dtype
@@ -325,7 +336,7 @@ class Fsdp2(TrainBackend):
         self._schedule, self._num_updates = state.schedule, state.update
         self._optimizer = self._fresh_optimizer()
         for extent, value in state.pieces:
-            target = tensor = self._tensors[extent.parameter]
+            target = tensor = self._learning[extent.parameter]
             if extent.what != "weight":
                 self._optimizer.state[tensor][extent.what] = target = _blank(tensor, value)
             _local(target).copy_(value)
@@ -366,19 +377,25 @@ class Fsdp2(TrainBackend):
         for name, tensor in self.weights():
             if self._group.rank == 0:
                 state[name] = tensor.to("cpu", copy=True)
+        adapters: dict[str, Tensor] = {}
+        for name, tensor in self._learning.items() if self._adapters else ():
+            whole = tensor.detach()
+            adapters[name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).to("cpu", copy=True)
         failure: Exception | None = None
         if self._group.rank == 0:
             try:
-                self._write(folder, state, replace)
+                self._write(folder, state, adapters, replace)
             except Exception as error:  # every rank must hear of it, or the others would wait for rank 0
                 failure = error
         failure = self._group.gather(failure)[0]
         if failure is not None:
             raise failure
 
-    def _write(self, folder: Path, state: dict[str, Tensor], replace: bool) -> None:
+    def _write(self, folder: Path, state: dict[str, Tensor], adapters: dict[str, Tensor], replace: bool) -> None:
         with new_folder(folder, replace=replace) as aside:
             self._model.save_pretrained(aside, state_dict=state)
+            if self._adapters:
+                self._adapters.write(aside / "adapter", adapters, str(self.model_folder))
             config = copy.deepcopy(self._source_config)
             config.dtype = self.dtype
             config.save_pretrained(aside)
@@ -420,7 +437,7 @@ class Fsdp2(TrainBackend):
             "lm" if self.head == "lm" else "classifier",
             trust_remote_code=self.trust_remote_code,
             config=config,
-            dtype=torch.float32,
+            dtype=torch.float32 if self._sharded or self.config.lora is None else getattr(torch, self.dtype),
             attn_implementation=PACKED_ATTENTION,
         )
         check_complete(self.model_folder, [name for name in missing if name not in fresh])
@@ -464,7 +481,6 @@ class Fsdp2(TrainBackend):
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-        self._model.to(self._device)
 
     def _reshard(self) -> None:
         """After passes without gradient the root's gathered weights would outlive the next change of its shards."""

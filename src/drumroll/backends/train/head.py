@@ -24,7 +24,7 @@ class FusedHead(torch.autograd.Function):
     """`logp, entropy = FusedHead.apply(hidden, weight, targets, temperature, entropy_learns)`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy_learns: bool
     ) -> tuple[Tensor, Tensor]:
         """[R, N], [V, N], [R], [R] → [R], [R], in float32."""
@@ -41,7 +41,7 @@ class FusedHead(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -100,7 +100,8 @@ class HeadQuestion:
 
         def forward(hidden: Tensor) -> Tensor:
             if self._asked is None:
-                return plain(hidden)
+                logits: Tensor = plain(hidden)
+                return logits
             logp, entropy = FusedHead.apply(hidden.flatten(0, -2), head.weight, *self._asked)  # type: ignore[no-untyped-call]
             return torch.stack((logp, entropy), dim=-1)[None]
 

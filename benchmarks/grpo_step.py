@@ -1,0 +1,128 @@
+"""How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
+
+python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
+
+Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
+update, with no reference and nothing stale. Replies end only by their length. A side runs in a process of its own, the sides in turn, as
+often as there are repeats; of each, the median step after the first few counts. Whatever a side uses of the machine's cores is its own
+choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+WARM_UP = 3
+"""Steps at the beginning that do not count."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="3m")
+    parser.add_argument("--side", choices=["trl"], help="Run this side alone.")
+    for name, default in (("prompts", 8), ("samples", 8), ("prompt-tokens", 8), ("new-tokens", 32), ("steps", 20), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    if arguments.side:
+        print(json.dumps(run_trl(arguments)))
+        return
+    seconds: dict[str, list[float]] = {"drumroll": [], "TRL": []}
+    for _ in range(arguments.repeats):
+        seconds["drumroll"].append(statistics.median(run_drumroll(arguments)))
+        seconds["TRL"].append(statistics.median(last_line(sys.executable, __file__, *sys.argv[1:], "--side", "trl")["seconds"]))
+    num_tokens = arguments.prompts * arguments.samples * (arguments.prompt_tokens + arguments.new_tokens)
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"{name:10} {median:7.3f} s a step, {num_tokens / median:8,.0f} tokens/s   ({', '.join(f'{value:.3f}' for value in values)})")
+    print(f"drumroll is {statistics.median(seconds['TRL']) / statistics.median(seconds['drumroll']):.2f} x as fast")
+
+
+def last_line(*command: str) -> Any:
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run_drumroll(arguments: argparse.Namespace) -> list[float]:
+    """Seconds of every step."""
+    workload = ("--prompts", "--samples", "--prompt-tokens", "--new-tokens")
+    sizes = [str(part) for name in workload for part in (name, getattr(arguments, name[2:].replace("-", "_")))]
+    figures = last_line(
+        sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps), *sizes
+    )
+    return figures["step_seconds"][WARM_UP - 1 :]
+
+
+def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of every step."""
+    import random
+
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from drumroll.bench.rl import Workload, make_model
+
+    workload = Workload(arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens)
+    num_steps = arguments.steps + WARM_UP
+    rng = random.Random(0)
+    prompts = [" ".join(f"w{rng.randrange(500)}" for _ in range(workload.prompt_tokens)) for _ in range(num_steps * workload.prompts)]
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            if not ends:
+                ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    def coin(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [float(ids[-1] % 2) for ids in completion_ids]
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", arguments.shape, workload)
+        config = GRPOConfig(
+            output_dir=str(folder / "run"),
+            per_device_train_batch_size=workload.prompts * workload.samples,
+            num_generations=workload.samples,
+            max_completion_length=workload.new_tokens,
+            max_steps=num_steps,
+            beta=0.0,
+            learning_rate=1e-6,
+            temperature=1.0,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
+            dataloader_num_workers=0,
+            gradient_checkpointing=False,
+        )
+        trainer = GRPOTrainer(
+            model=str(folder / "model"),
+            reward_funcs=coin,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return {"seconds": [after - before for before, after in pairwise(ends)][WARM_UP:]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by way of PEFT: W stays, and B A / rank × alpha is learnt beside it.
+
+Nobody outside the trainer sees adapters: engines, exports and digests get W + alpha / rank × B A under W's name. An export has the adapters
+as well, in a folder of their own, for whoever wants to put them onto the original model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from drumroll.errors import ConfigError
+from drumroll.registry import Options, require
+
+ADAPTER = "default"
+BASE = "base_layer."
+"""What PEFT puts into the names of weights that have adapters."""
+
+
+class LoraOptions(Options):
+    """Learn low-rank adapters in place of the weights. Needs `drumroll[lora]`."""
+
+    rank: PositiveInt = 16
+    """Inner width of the adapters."""
+    alpha: PositiveFloat = 32.0
+    """What adapters add is scaled by this over `rank`."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: every linear layer but the head."""
+
+
+class Adapters:
+    """The adapters of one model, which is changed in place; everything else in it stops learning, except for a scalar head."""
+
+    def __init__(self, model: Any, options: LoraOptions) -> None:
+        require("peft", extra="lora")
+        from peft import LoraConfig, inject_adapter_in_model
+
+        self.config = LoraConfig(
+            r=options.rank,
+            lora_alpha=options.alpha,
+            lora_dropout=0.0,
+            target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+            exclude_modules=["score"] if hasattr(model, "score") else None,
+            bias="none",
+        )
+        try:
+            inject_adapter_in_model(self.config, model, ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"`trainer.lora.targets`: {error}") from error
+        self.scale = options.alpha / options.rank
+        self._layers: dict[str, Any] = {}
+        """PEFT's layers by the names of the weights that they stand for."""
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
+                self._layers[f"{name}.weight"] = module
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name or name.startswith("score."))
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """What the weight of this name amounts to, whole, in its own number type."""
+        whole = _whole(weight)
+        layer = self._layers.get(name)
+        if layer is None:
+            return whole
+        down, up = (_whole(adapter[ADAPTER].weight).float() for adapter in (layer.lora_A, layer.lora_B))
+        added = self.scale * (up @ down)
+        return (whole.float() + (added.T if layer.fan_in_fan_out else added)).to(whole.dtype)
+
+    def write(self, folder: Path, pieces: dict[str, Tensor], base: str) -> None:
+        """The adapters as PEFT reads them, from whole tensors by their names in the model."""
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.contiguous() for name, tensor in pieces.items()}
+        save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self.config.base_model_name_or_path = base
+        self.config.save_pretrained(folder)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight has in a model without adapters."""
+    return name.replace(BASE, "")
