@@ -292,7 +292,7 @@ class TestWeightSync:
         assert engines.outstanding == (0, 0)
 
     def test_shared_memory_of_another_node_is_refused(self, trainers: Cluster, engines: Cluster) -> None:
-        offer = Offer(Version(0, 1), "another-node", 1, 0, (3, 4, 5), "", 0, "", "gloo", 10.0)
+        offer = Offer(Version(0, 1), "another-node", 1, 0, (3, 4, 5), False, "", 0, "", "gloo", 10.0)
         with pytest.raises(WeightSyncError, match=r"shared memory of node another- cannot be read on node"):
             engines.on(0, "receive_weights", offer, 0, "shared_memory", "keep")
 

@@ -4,6 +4,7 @@ Rank 0 of the trainers fills buckets, two of them in turn:
 
     shared memory   anonymous files (memfd) that engines of the same node open through the sender's process. They have no
                     name, so nothing can be left behind whichever process dies, and no size limit of /dev/shm applies.
+    device memory   of a GPU that trainer and engines share (CUDA IPC); only what stands in the buckets' `meta` takes the way above
     broadcast       a collective group of rank 0 and the engines of other nodes, apart from the trainers' own
 
     control block   [published, state, key, _, data bytes 0, meta bytes 0, data bytes 1, meta bytes 1, consumed by engine 0, 1, ...]
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import ray
@@ -45,6 +46,7 @@ from drumroll.types import RankInfo, Version
 dist: Any = torch.distributed
 """Its type stubs lack the stores and groups used here."""
 
+CPU = torch.device("cpu")
 NUM_BUCKETS = 2
 ALIGNMENT = 64
 POLL_S = 0.0005
@@ -70,9 +72,18 @@ class SendsWeights:
     backend: _HasWeights
     _outbox: _Outbox | None = None
     _group: _Group | None = None
+    _sample: Tensor | None = None
+
+    def lend_sample(self) -> Sample | None:
+        """Rank 0: a few bytes of its GPU for others to read, if it has one."""
+        device = torch.device(self.rank.device)
+        if device.type != "cuda":
+            return None
+        self._sample = torch.randint(256, (64,), dtype=torch.uint8, device=device)
+        return Sample(str(torch.cuda.get_device_properties(device).uuid), lend(self._sample), checksum(self._sample))
 
     def open_weights(
-        self, version: Version, *, num_shared: int, group: str, group_size: int, bucket_bytes: int, patience_s: float
+        self, version: Version, *, num_shared: int, on_device: bool, group: str, group_size: int, bucket_bytes: int, patience_s: float
     ) -> Offer:
         """Rank 0: make room for one version."""
         self._close_weights()
@@ -81,7 +92,7 @@ class SendsWeights:
             self._group = None
         if group and self._group is None:
             self._group = _Group.listen(group, group_size, self.rank.device, patience_s)
-        self._outbox = _Outbox(num_shared, self._group if group else None, bucket_bytes, patience_s)
+        self._outbox = _Outbox(num_shared, self._group if group else None, bucket_bytes, patience_s, self.rank.device if on_device else "")
         return self._outbox.offer(version, self.rank.node)
 
     def send_weights(self, offer: Offer) -> Sent | None:
@@ -142,16 +153,26 @@ class ReceivesWeights:
     backend: _TakesWeights
     _group: _Group | None = None
 
+    async def can_borrow(self, sample: Sample) -> bool:
+        """Whether this engine is on the GPU that the sample is on, and reads it as it is."""
+        device = torch.device(self.rank.device)
+        if device.type != "cuda" or str(torch.cuda.get_device_properties(device).uuid) != sample.gpu:
+            return False
+        try:
+            return checksum(borrow(sample.loan, device)) == sample.checksum
+        except RuntimeError:  # drivers, containers and virtual machines that do not share memory between processes
+            return False
+
     async def receive_weights(self, offer: Offer, index: int, transport: Transport, cache: Cache) -> Receipt:
         """Take one version; on any doubt about what arrived, pause the engine and say which tensor."""
         where = seat(self.rank.role, self.rank.rank, self.rank.node)
         inbox = _Inbox()
-        if transport == "shared_memory":
+        if transport != "broadcast":
             if offer.node != self.rank.node:
                 raise WeightSyncError(
                     f"shared memory of node {offer.node[:8]} cannot be read on node {self.rank.node[:8]}: use the broadcast transport."
                 )
-            buckets = inbox.shared(offer, index)
+            buckets = inbox.shared(offer, index, torch.device(self.rank.device))
         else:
             if self._group is None or self._group.name != offer.group:
                 self._leave_group()
@@ -172,6 +193,30 @@ class ReceivesWeights:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+Loan = list[Any]
+"""GPU memory of another process, as JSON holds it."""
+
+
+class Sample(NamedTuple):
+    """Whose GPU memory it is, and what stands there."""
+
+    gpu: str
+    loan: Loan
+    checksum: int
+
+
+def lend(tensor: Tensor) -> Loan:
+    """The memory of a tensor on a GPU, for a process on the same GPU."""
+    return [part.hex() if isinstance(part, bytes) else part for part in tensor.untyped_storage()._share_cuda_()]  # type: ignore[no-untyped-call]
+
+
+def borrow(loan: Loan, device: torch.device) -> Tensor:
+    """The bytes of such a tensor, which must not be freed meanwhile."""
+    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in loan]
+    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *parts[1:])
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 class _HasWeights(Protocol):
@@ -205,8 +250,10 @@ def compare(expected: Checksums, received: Checksums, where: str) -> None:
 class _Outbox:
     """Buckets on their way out, on trainer rank 0, for one version."""
 
-    def __init__(self, num_shared: int, group: _Group | None, bucket_bytes: int, deadline_s: float) -> None:
+    def __init__(self, num_shared: int, group: _Group | None, bucket_bytes: int, deadline_s: float, device: str = "") -> None:
+        """With a `device`, buckets stay there."""
         self.num_shared = num_shared
+        self.device = device
         self.group = group
         self.bucket_bytes = bucket_bytes
         self.deadline_s = deadline_s
@@ -238,6 +285,7 @@ class _Outbox:
             pid=os.getpid(),
             key=self._key,
             files=tuple(self._fds),
+            on_device=bool(self.device),
             group=self.group.name if self.group else "",
             group_size=self.group.size if self.group else 0,
             group_address=self.group.address if self.group else "",
@@ -300,8 +348,8 @@ class _Outbox:
             self._buffers[place] = self._room(place, num_bytes)
 
     def _room(self, place: int, num_bytes: int) -> Tensor:
-        if not self.num_shared:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+        if not self.num_shared or self.device:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device or "cpu")
         fd = self._fds[1 + place]
         os.ftruncate(fd, num_bytes)
         return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
@@ -310,9 +358,9 @@ class _Outbox:
         place = self._count % NUM_BUCKETS
         buffer = self._buffers[place]
         assert buffer is not None
-        meta = json.dumps(self._entries).encode()
+        meta = json.dumps([self._loan(buffer), self._entries]).encode()
         if self.num_shared:
-            os.pwrite(self._fds[1 + place], meta, self._used)
+            os.pwrite(self._fds[1 + place], meta, 0 if self.device else self._used)
             self._control[SIZES + 2 * place : SIZES + 2 * place + 2] = self._used, len(meta)
             self._control[PUBLISHED] = self._count + 1
         data = buffer[: self._used]
@@ -322,6 +370,10 @@ class _Outbox:
         )
         self._count += 1
         self._entries, self._used = [], 0
+
+    def _loan(self, buffer: Tensor) -> Loan | None:
+        """A bucket on a GPU for whoever reads it; checksums have waited for what was copied into it."""
+        return lend(buffer) if self.device else None
 
     def _wait_for_engines(self, count: int) -> None:
         consumed = self._control[CONSUMED : CONSUMED + self.num_shared]
@@ -358,7 +410,7 @@ class _Inbox:
     def __init__(self) -> None:
         self.expected: Checksums = {}
 
-    def shared(self, offer: Offer, index: int) -> Generator[Bucket, None, None]:
+    def shared(self, offer: Offer, index: int, device: torch.device = CPU) -> Generator[Bucket, None, None]:
         """Views of the sender's memory; each is given back when the next is asked for."""
         try:
             files = [os.open(f"/proc/{offer.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC) for fd in offer.files]
@@ -369,14 +421,16 @@ class _Inbox:
             if control[KEY] != offer.key:
                 raise WeightSyncError(f"process {offer.pid} holds other shared memory than it offered.")
             try:
-                yield from self._published(offer, control, files[1:], index)
+                yield from self._published(offer, control, files[1:], index, device)
             finally:
                 control[CONSUMED + index] = GONE
         finally:
             for fd in files:
                 os.close(fd)
 
-    def _published(self, offer: Offer, control: NDArray[np.int64], files: list[int], index: int) -> Generator[Bucket, None, None]:
+    def _published(
+        self, offer: Offer, control: NDArray[np.int64], files: list[int], index: int, device: torch.device
+    ) -> Generator[Bucket, None, None]:
         deadline = time.monotonic() + offer.deadline_s
         count = 0
         while True:
@@ -394,9 +448,11 @@ class _Inbox:
                 return
             place = count % NUM_BUCKETS
             data_bytes, meta_bytes = control[SIZES + 2 * place : SIZES + 2 * place + 2].tolist()
-            meta = os.pread(files[place], meta_bytes, data_bytes)
+            meta = os.pread(files[place], meta_bytes, 0 if offer.on_device else data_bytes)
             data = torch.empty(0, dtype=torch.uint8)
-            if data_bytes:  # a private mapping: an engine that writes into it changes nobody else's
+            if offer.on_device:
+                data = borrow(json.loads(meta)[0], device)[:data_bytes]
+            elif data_bytes:  # a private mapping: an engine that writes into it changes nobody else's
                 data = torch.frombuffer(mmap.mmap(files[place], data_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
             yield self._unpack(meta, data)
             count += 1
@@ -413,7 +469,7 @@ class _Inbox:
 
     def _unpack(self, meta: bytes, data: Tensor) -> Bucket:
         bucket: Bucket = []
-        for name, dtype_name, shape, offset, value in json.loads(meta):
+        for name, dtype_name, shape, offset, value in json.loads(meta)[1]:
             dtype: torch.dtype = getattr(torch, dtype_name)
             self.expected[name] = value
             bucket.append((name, data[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)))

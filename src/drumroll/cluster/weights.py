@@ -4,8 +4,8 @@
     send    every trainer rank gathers tensor by tensor; rank 0 fills a bucket while the engines read the one before
     receive every engine takes the buckets in place, sums what it got, and acknowledges the version
 
-Engines on rank 0's node read shared memory; the others get the same buckets by broadcast. Both halves are mixins for worker
-classes, in `transport`.
+Engines on rank 0's node read shared memory, or where they all are on its GPU the GPU's own; the others get the same buckets by broadcast.
+Both halves are mixins for worker classes, in `transport`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from drumroll.cluster.cluster import Cluster
 from drumroll.errors import WeightSyncError, WorkerError
 from drumroll.types import Version
 
-Transport = Literal["shared_memory", "broadcast"]
+Transport = Literal["shared_memory", "device_memory", "broadcast"]
 Cache = Literal["keep", "recompute"]
 
 BUCKET_BYTES = 64 * 2**20
+DEVICE_BUCKET_BYTES = 256 * 2**20
+"""Buckets that stay on the GPU cost no time to fill, and each costs a few calls."""
 DEADLINE_S = 600.0
 ABORT_S = 5.0
 """How long the engines may take to give up a version that will not come."""
@@ -48,6 +50,8 @@ class Offer:
     """Stands in the shared memory too, so that a wrong one is noticed."""
     files: tuple[int, ...]
     """File descriptors in the sender's process: the control block and the buckets."""
+    on_device: bool
+    """Whether the buckets' data stays on the sender's GPU."""
     group: str
     """Name of the collective group; empty when there is none."""
     group_size: int
@@ -121,6 +125,8 @@ class WeightSync:
         """Engine rank → why it lacks the last version pushed to it. It must serve no traffic."""
         self._group = ""
         self._members: tuple[int, ...] = ()
+        self._on_device: dict[tuple[int, ...], bool] = {}
+        """Whether these engines can read what rank 0 leaves on its GPU."""
 
     def push(self, version: Version, *, ranks: Sequence[int] | None = None, cache: Cache = "recompute") -> SyncReport:
         """Deliver the trainers' present weights as `version` to the engines (`ranks`, or all) and wait for their word.
@@ -136,18 +142,21 @@ class WeightSync:
         self.failed.update({rank: f"{self.engines.handles[rank].where}: no word of version {version}" for rank in targets})
         if remote and (remote != self._members or not self._group):
             self._group, self._members = f"weights-{secrets.token_hex(4)}", remote
+        on_device = not remote and self._can_stay_on_device(shared)
         offer: Offer = self.trainers.on(
             0,
             "open_weights",
             version,
             num_shared=len(shared),
+            on_device=on_device,
             group=self._group if remote else "",
             group_size=len(remote) + 1,
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=DEVICE_BUCKET_BYTES if on_device else self.bucket_bytes,
             patience_s=self.deadline_s,
         )
         sends = [self.trainers.submit(rank, "send_weights", offer) for rank in range(self.trainers.world)]
-        transports: dict[int, Transport] = {rank: "shared_memory" if rank in shared else "broadcast" for rank in targets}
+        near: Transport = "device_memory" if on_device else "shared_memory"
+        transports: dict[int, Transport] = {rank: near if rank in shared else "broadcast" for rank in targets}
         receipts: dict[Future[Any], int] = {}
         for rank in targets:
             index = shared.index(rank) if rank in shared else remote.index(rank) + 1  # member 0 is the sender
@@ -160,6 +169,13 @@ class WeightSync:
             reasons = "\n".join(failed.values())
             raise WeightSyncError(f"version {version} did not reach {len(failed)} of {len(targets)} engines.\n{reasons}")
         return SyncReport(version, time.monotonic() - started, sent.num_bytes, sent.num_tensors, sent.digest, transports)
+
+    def _can_stay_on_device(self, ranks: tuple[int, ...]) -> bool:
+        """Whether all of these engines are on rank 0's GPU, and can really read a sample of its memory."""
+        if ranks not in self._on_device:
+            sample = self.trainers.on(0, "lend_sample")
+            self._on_device[ranks] = sample is not None and all(self.engines.on(rank, "can_borrow", sample) for rank in ranks)
+        return self._on_device[ranks]
 
     def _wait(
         self,

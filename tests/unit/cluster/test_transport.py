@@ -120,7 +120,7 @@ def test_closed_or_foreign_memory_is_refused() -> None:
         next(Inbox().shared(offer, 0))
     swapped = other.offer(Version(0, 0), "n")
     with pytest.raises(WeightSyncError, match="other shared memory than it offered"):
-        next(Inbox().shared(type(offer)(offer.version, "n", swapped.pid, offer.key, swapped.files, "", 0, "", "gloo", 1.0), 0))
+        next(Inbox().shared(type(offer)(offer.version, "n", swapped.pid, offer.key, swapped.files, False, "", 0, "", "gloo", 1.0), 0))
     other.close()
 
 
