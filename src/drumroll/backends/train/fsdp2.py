@@ -27,6 +27,7 @@ from drumroll.algo.loss import Loss, needs_of
 from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.train.base import Metrics, TrainBackend
+from drumroll.backends.train.fused_layers import use_fused_layers
 from drumroll.backends.train.group import RankGroup
 from drumroll.backends.train.head import HeadQuestion, can_be_asked
 from drumroll.backends.train.lora import Adapters, LoraOptions, plain_name
@@ -60,6 +61,9 @@ class Fsdp2(TrainBackend):
         """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then."""
         timeout_s: PositiveFloat = 600.0
         """A rank that does not answer the others for this long is given up."""
+        fused_layers: bool = True
+        """On a GPU, compute norms, rotations and gated products of models that Liger knows with its kernels. Needs `drumroll[gpu]`; without
+        it, or without a GPU, this changes nothing."""
         lora: LoraOptions | None = None
         """Learn low-rank adapters in place of the weights; null learns the weights."""
 
@@ -441,6 +445,8 @@ class Fsdp2(TrainBackend):
             attn_implementation=PACKED_ATTENTION,
         )
         check_complete(self.model_folder, [name for name in missing if name not in fresh])
+        if self._device.type == "cuda" and self.config.fused_layers:
+            use_fused_layers(model)
         if self.head == "scalar":
             _score_every_token(model)
             if fresh:
