@@ -89,13 +89,13 @@ def test_decoding_runs_only_the_rows_that_are_needed(folder: Path, monkeypatch: 
         assert isinstance(driver.backend, Native)
         runner = driver.backend._ready_runner
         seen: set[tuple[int, ...]] = set()
-        forward = runner._forward
+        mask = runner._mask
 
-        def spy(model: object, tokens: torch.Tensor, positions: torch.Tensor, reach: int) -> object:
-            seen.add((*tokens.shape, reach))
-            return forward(model, tokens, positions, reach)  # type: ignore[arg-type]
+        def spy(positions: torch.Tensor, reach: int) -> torch.Tensor:
+            seen.add((*positions.shape, reach))
+            return mask(positions, reach)
 
-        monkeypatch.setattr(runner, "_forward", spy)
+        monkeypatch.setattr(runner, "_mask", spy)
         driver.generate(*(ask(f"{i}", prompt_of(5, seed=i), i) for i in range(40)))
         assert (48, 1, 64) in seen
         seen.clear()

@@ -445,6 +445,9 @@ class TrainerConfig(Variant, ScheduleOptions):
     """Tokens in one forward and backward pass; a longer trajectory gets a pass of its own."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    threads: PositiveInt = 1
+    """Of each rank on the CPU. More than one pays only where nothing else wants the cores meanwhile: rollouts that wait for the update
+    (`rollout.max_staleness: 0`), a single rank, and models of a million parameters or more."""
 
 
 class EngineConfig(Variant):
@@ -818,9 +821,11 @@ class RunConfig(Options):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
-    def float32_if_deterministic(self) -> RunConfig:
+    def exact_if_deterministic(self) -> RunConfig:
         if self.deterministic and self.model.dtype != "float32":
             raise ValueError("`deterministic` needs `model.dtype: float32`: narrower numbers round differently in batches of other shapes")
+        if self.deterministic and self.trainer.threads > 1:
+            raise ValueError("`deterministic` needs `trainer.threads: 1`: several threads add numbers up in an order of their own")
         return self
 
 

@@ -74,6 +74,8 @@ class Fsdp2(TrainBackend):
         self._device = torch.device(rank.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(self.config.threads)
         has_masters = self.config.lora is None and (self._device.type == "cuda" or self.dtype != "float32")
         self._sharded = rank.world > 1 or has_masters  # FSDP2 computes in `dtype` on weights in float32; adapters alone do without
         self._group = RankGroup(rank, self._sharded, self.config.timeout_s)

@@ -116,17 +116,22 @@ def attend(
             )
     if attention_mask is None:
         raise ModelError(f"{type(module).__name__} does not pass the attention mask that it is given on to attention.")
+    if sliding_window is not None:
+        attention_mask = _within(attention_mask, sliding_window)
+    return attend_grouped(query, key, value, attention_mask, scaling), None
+
+
+def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """As `attend`, for a `mask` [R, 1, Q, length] that is added."""
     num_rows, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
-    if sliding_window is not None:
-        attention_mask = _within(attention_mask, sliding_window)
     if groups > 1:
         query = query.reshape(num_rows, num_kv_heads, groups * num_queries, -1)
         if num_queries > 1:
-            attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2), None
+            mask = mask.repeat(1, 1, groups, 1)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2)
 
 
 def _within(mask: Tensor, window: int) -> Tensor:

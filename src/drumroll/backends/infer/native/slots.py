@@ -1,4 +1,5 @@
-"""Any causal LM of transformers in fixed shapes: each request in a slot of its own, keys and values in static tensors.
+"""Any causal LM of transformers in fixed shapes: each request in a slot of its own, keys and values in static tensors. Models of the Llama
+family are taken apart for that (`lean`); others run as they are (`whole`).
 
 Two calls do all the work. A prefill writes the keys and values of [rows, chunk] tokens into slots; it needs no logits. A decode step
 computes one token for each of the first R slots, samples the next one and leaves it in place for the next call, so that the host
@@ -22,9 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumroll.backends.infer.native.cache import SlotCache
+from drumroll.backends.infer.native.layers import why_not_taken
+from drumroll.backends.infer.native.lean import LeanModel
 from drumroll.backends.infer.native.runner import (
     Runner,
     Sampled,
@@ -36,6 +39,7 @@ from drumroll.backends.infer.native.runner import (
     tolerance,
     trial_tokens,
 )
+from drumroll.backends.infer.native.whole import WholeModel
 from drumroll.backends.sampling import processed_logp, sample, uniform
 from drumroll.errors import ConfigError, ModelError
 
@@ -110,9 +114,9 @@ class SlotRunner(Runner):
     """A causal LM with a slot cache and the sampling state of every slot."""
 
     num_ahead = 0
+    model: WholeModel | LeanModel
 
     def __init__(self, model: Any, folder: Path, cfg: Native.Config) -> None:
-        self.model = model
         self.device = model.device
         self.context = context_of(model.config.get_text_config(), cfg.context_tokens, folder)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
@@ -140,7 +144,7 @@ class SlotRunner(Runner):
         """Slots that hold the keys and values of a prompt."""
         self._fillers: dict[bytes, int] = {}
         """The slot that is about to get them."""
-        self._check_model()
+        self._check_model(model)
 
     # -- Places
 
@@ -288,7 +292,7 @@ class SlotRunner(Runner):
         reach = cache_length(max(chunk.start + len(chunk.tokens) for chunk in chunks))
         on_device = [torch.from_numpy(values).to(self.device) for values in (tokens, positions, writes, slots)]
         self.cache.aim(on_device[3], on_device[2], reach)
-        self._forward(self.model.base_model, on_device[0], on_device[1], reach)
+        self.model.fill(on_device[0], on_device[1], self._mask(on_device[1], reach), self.cache)
 
     def enter(self, entries: Sequence[Request]) -> None:
         if not entries:
@@ -326,7 +330,7 @@ class SlotRunner(Runner):
         temperature, top_p = self._floats[:, :num_rows]
         reach = cache_length(shape.num_positions)
         self.cache.aim(num_rows, torch.where(active > 0, position, self.cache.waste)[:, None], reach)
-        logits = self._forward(self.model, token[:, None], position[:, None], reach).logits[:, -1]
+        logits = self.model.next_logits(token[:, None], position[:, None], self._mask(position[:, None], reach), self.cache)
         logp = processed_logp(logits, temperature, top_p, top_k, truncates=shape.truncates)
         ids = sample(logp, uniform(seed, index), temperature == 0 if shape.greedy else None)
         chosen = logp.gather(-1, ids[:, None])[:, 0]
@@ -336,25 +340,23 @@ class SlotRunner(Runner):
         host_ids, host_logp = torch.stack((ids.double(), chosen.double()))[:, :, None].tolist()  # the only wait for the device
         return Sampled([[int(i) for i in line] for line in host_ids], host_logp)
 
-    def _forward(self, model: nn.Module, tokens: Tensor, positions: Tensor, reach: int) -> Any:
+    def _mask(self, positions: Tensor, reach: int) -> Tensor:
+        """[R, 1, Q, reach]: 0 for what tokens at `positions` [R, Q] see, -inf for the rest."""
         hidden = self._places[:reach] > positions[:, None, :, None]
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
-        return model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        return torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
 
     # -- Weights and memory
 
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self.model.state_dict(keep_vars=True))
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.model.weights()
 
-    @torch.inference_mode(False)  # a parameter cannot be pointed at a tensor that was made in inference mode
     def sleep(self) -> None:
         """Give the device's memory back."""
         self.cache.drop()
-        self.model.to("cpu")
+        self.model.to(torch.device("cpu"))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @torch.inference_mode(False)
     def wake(self) -> None:
         """Back onto the device; the cache comes with the first prefill or decode."""
         self.model.to(self.device)
@@ -362,13 +364,15 @@ class SlotRunner(Runner):
     # -- Checking
 
     @torch.inference_mode()
-    def _check_model(self) -> None:
-        """Compare a short text's logits with the model's own forward, so that a model which the slot cache does not serve is refused
-        by name instead of served wrongly. Allocates the cache."""
-        name = type(self.model).__name__
+    def _check_model(self, model: Any) -> None:
+        """Take the model, and compare a short text's logits with those of its own forward, so that a model which is not served rightly is
+        refused by name. Allocates the cache."""
+        name = type(model).__name__
         tokens = trial_tokens(self.vocab_size, self.context)
         try:
-            got, expected = self._logits(tokens), own_logits(self.model, tokens)
+            expected = own_logits(model, tokens)
+            self.model = WholeModel(model) if why_not_taken(model) else LeanModel(model, self.context)
+            got = self._logits(tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"engine.num_slots (got {self.num_rows}) times engine.context_tokens (got {self.context}): the keys and values of so many "
@@ -378,9 +382,8 @@ class SlotRunner(Runner):
             raise
         except Exception as error:
             raise ModelError(f"{name} does not run on the native engine: {type(error).__name__}: {error}. Use another engine.") from error
-        num_layers = self.model.config.get_text_config().num_hidden_layers
-        if len(self.cache.layers) != num_layers:
-            kept = len(self.cache.layers)
+        kept, num_layers = len(self.cache.layers), self.model.num_layers
+        if kept != num_layers:
             raise ModelError(f"{name} keeps keys and values of {kept} of its {num_layers} layers in the native engine. Use another engine.")
         share = share_off(got, expected)
         if not share < tolerance(self.model.dtype):
@@ -394,5 +397,5 @@ class SlotRunner(Runner):
         token = torch.full((ROW_STEP, 1), tokens[-1], device=self.device)
         position = torch.full_like(token, last)
         self.cache.aim(ROW_STEP, position, cache_length(len(tokens)))
-        logits: Tensor = self._forward(self.model, token, position, cache_length(len(tokens))).logits
-        return logits[0, -1].float()
+        mask = self._mask(position, cache_length(len(tokens)))
+        return self.model.next_logits(token, position, mask, self.cache)[0].float()
