@@ -108,7 +108,7 @@ def test_new_weights_keep_or_drop_what_rests(folder: Path, monkeypatch: pytest.M
 
 def test_an_aborted_request_leaves_nothing_at_rest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(folder) as driver:
-        long = replace(ask("s/0", prompt_of(20), max_new_tokens=200), session="s")
+        long = replace(ask("s/0", prompt_of(20), seed=1, max_new_tokens=200), session="s")
         driver.submit(long)
         driver.until(lambda: bool(driver.replies.get("s/0", Reply()).token_ids), wait_s=0.01)
         driver.backend.abort(["s/0"])

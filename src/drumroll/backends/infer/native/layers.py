@@ -35,9 +35,8 @@ def why_not_taken(model: Any) -> str:
     config = model.config
     if config.model_type not in FAMILIES:
         return f"it is of the type {config.model_type}"
-    windows = any(getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers)
     reasons = {
-        "it attends within a window": windows,
+        "it attends within a window": getattr(config, "sliding_window", None) is not None,
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         "it has biases outside its queries, keys and values": any(
             name.endswith(".bias") and not name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
