@@ -1,6 +1,6 @@
 """How long synchronous and asynchronous training take to the same success on FrozenLake when its environments are slow.
 
-python benchmarks/async_agents.py [--median 0.3] [--staleness 2] [--steps 12] [--async-steps 16] [--seeds 1 2 3] [--start MODEL]
+python benchmarks/async_agents.py [--median 0.5] [--staleness 3] [--steps 12] [--async-steps 18] [--seeds 1 2 3] [--start MODEL]
 
 Both sides are recipes/frozen_lake.yaml with the environment of benchmarks/slow_lake.py, one after the other, on the same machine, from the
 same seed and the same weights: those of the recipe after its warm-up and one step, or the model in `--start`. Samples that are a step or
@@ -23,10 +23,10 @@ PHASES = ("time/rollout_s", "time/score_s", "time/update_s", "time/sync_s")
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--median", type=float, default=0.3)
-    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--median", type=float, default=0.5)
+    parser.add_argument("--staleness", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--async-steps", type=int, default=16)
+    parser.add_argument("--async-steps", type=int, default=18)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1])
     parser.add_argument("--start", type=Path)
     arguments = parser.parse_args()

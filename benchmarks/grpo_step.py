@@ -67,7 +67,8 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import TrainerCallback
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
     from trl import GRPOConfig, GRPOTrainer
 
     from drumroll.bench.rl import Workload, make_model
@@ -103,6 +104,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
             beta=0.0,
             learning_rate=1e-6,
             temperature=1.0,
+            generation_kwargs={"min_new_tokens": workload.new_tokens},
             report_to=[],
             save_strategy="no",
             logging_strategy="no",
@@ -117,7 +119,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
             reward_funcs=coin,
             args=config,
             train_dataset=Dataset.from_dict({"prompt": prompts}),
-            processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+            processing_class=TokenizersBackend.from_pretrained(folder / "model", eos_token="w0"),  # TRL asks for one
             callbacks=[Clock()],
         )
         trainer.train()

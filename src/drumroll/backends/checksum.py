@@ -7,9 +7,20 @@ from torch import Tensor
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_BLOCK = {"cpu": 2**15, "cuda": 2**24}
+"""Words that are looked at together: what fits into a core's cache, or what keeps a GPU busy without much memory."""
+
+_WRAP = 2**64
+
 
 def checksum(tensor: Tensor) -> int:
-    """Sum of the tensor's words, and of each word times its place, so that swapped values are noticed too."""
-    words = tensor.detach().contiguous().view(_WORD[tensor.element_size()]).flatten().to(torch.int64)
-    places = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
-    return int((words * places + words).sum().item())
+    """Sum of the tensor's words, and of each word times its place, so that swapped values are noticed too; modulo 2⁶⁴, signed."""
+    words = tensor.detach().contiguous().view(_WORD[tensor.element_size()]).flatten()
+    size = min(_BLOCK.get(words.device.type, 2**24), words.numel())
+    places = torch.arange(2, size + 2, device=words.device, dtype=torch.int64)  # one more: each word counts once for itself
+    parts = []
+    for start in range(0, words.numel(), max(1, size)):
+        block = words[start : start + size].to(torch.int64)
+        parts.append(torch.stack((block.sum() * start, (block * places[: block.numel()]).sum())).sum())
+    total = int(torch.stack(parts).sum()) if parts else 0
+    return (total + _WRAP // 2) % _WRAP - _WRAP // 2
