@@ -127,12 +127,14 @@ def _rotate_and_store(
         tl.store(place + HALF + column, second)
         return
     if HAS_NORMS:
-        norm = query_norm if head < HEADS else key_norm
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
         square = tl.sum(wide_first * wide_first, axis=0) + tl.sum(wide_second * wide_second, axis=0)
         scale = tl.rsqrt(square / DIM + eps)
-        first = (wide_first * scale).to(first.dtype) * tl.load(norm + column)
-        second = (wide_second * scale).to(second.dtype) * tl.load(norm + HALF + column)
+        is_query = head < HEADS
+        first_factor = tl.where(is_query, tl.load(query_norm + column), tl.load(key_norm + column))
+        second_factor = tl.where(is_query, tl.load(query_norm + HALF + column), tl.load(key_norm + HALF + column))
+        first = (wide_first * scale).to(first.dtype) * first_factor
+        second = (wide_second * scale).to(second.dtype) * second_factor
     c = tl.load(cos + position.to(tl.int64) * HALF + column).to(tl.float32)
     s = tl.load(sin + position.to(tl.int64) * HALF + column).to(tl.float32)
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)

@@ -312,7 +312,7 @@ class PagedRunner(Runner):
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             shared = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=shared):
+            with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
                 self._decode(num_rows, truncates)
             self._graphs[num_rows, truncates] = graph
         return self._graphs[num_rows, truncates]
@@ -337,6 +337,7 @@ class PagedRunner(Runner):
         """As many as were asked for, or as all slots can ever need, or as fit."""
         wanted = self._wanted_pages or self._num_slots * self._pages_of_context
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the model's weights were copied while they were joined
             free = torch.cuda.mem_get_info(self.device)[0]
             fitting = int(free * SHARE_OF_MEMORY) // self.model.bytes_per_page()
             if self._wanted_pages is None:
