@@ -35,7 +35,9 @@ def why_not_taken(model: Any) -> str:
     config = model.config
     if config.model_type not in FAMILIES:
         return f"it is of the type {config.model_type}"
+    head_dim = head_dim_of(config)
     reasons = {
+        f"its heads have {head_dim} numbers, which do not come in pairs": head_dim % 2 == 1,
         "it attends within a window": getattr(config, "sliding_window", None) is not None,
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         "it has biases outside its queries, keys and values": any(
@@ -46,6 +48,11 @@ def why_not_taken(model: Any) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def head_dim_of(config: Any) -> int:
+    """Numbers of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 class LlamaWeights:
     """Takes the weights out of a transformers model, which is empty afterwards."""
 
@@ -53,7 +60,7 @@ class LlamaWeights:
         config = model.config
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.head_dim = head_dim_of(config)
         self.hidden_size: int = config.hidden_size
         self.eps: float = config.rms_norm_eps
         self.scale: float = model.model.layers[0].self_attn.scaling
