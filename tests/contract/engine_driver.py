@@ -72,8 +72,8 @@ class Reply:
 class Driver:
     """Runs an engine's coroutines on a loop of its own and gathers what it sends."""
 
-    def __init__(self, backend: InferBackend, folder: Path) -> None:
-        self.backend, self.folder = backend, folder
+    def __init__(self, backend: InferBackend, folder: Path, patience_s: float = 30.0) -> None:
+        self.backend, self.folder, self.patience_s = backend, folder, patience_s
         self.loop = asyncio.new_event_loop()
         self.replies: dict[str, Reply] = {}
 
@@ -106,14 +106,14 @@ class Driver:
                 assert (chunk.slot, chunk.started, chunk.ended) == (-1, 0.0, 0.0), "only the last chunk knows"
         return chunks
 
-    def gather(self, ids: Iterable[str], timeout_s: float = 30.0) -> list[Reply]:
+    def gather(self, ids: Iterable[str]) -> list[Reply]:
         """Poll until all of them have finished."""
         wanted = list(ids)
-        self.until(lambda: all(self.replies.get(i, Reply()).finishes for i in wanted), timeout_s)
+        self.until(lambda: all(self.replies.get(i, Reply()).finishes for i in wanted))
         return [self.replies[i] for i in wanted]
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 30.0, wait_s: float = 0.2) -> None:
-        end = time.monotonic() + timeout_s
+    def until(self, condition: Callable[[], bool], wait_s: float = 0.2) -> None:
+        end = time.monotonic() + self.patience_s
         while not condition():
             assert time.monotonic() < end, f"nothing more came: {self.replies}"
             self.poll(wait_s)

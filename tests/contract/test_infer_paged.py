@@ -32,7 +32,7 @@ def open_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         config = Native.Config.model_validate({"kind": "native", "num_slots": 4, **options})
         backend = Native(config, folder, "float32")
         backend.setup(RankInfo("actor_infer", 0, 1, DEVICE))
-        drivers.append(Driver(backend, folder))
+        drivers.append(Driver(backend, folder, patience_s=150.0))  # the interpreter takes its time
         drivers[-1].start()
         return drivers[-1]
 

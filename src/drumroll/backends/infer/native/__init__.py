@@ -360,12 +360,15 @@ class Native(InferBackend):
         """The next tokens of every running request."""
         if self._running:
             self._make_room(runner)
+        flight = None
         if self._running:
             if runner.tidy(self._running):
                 with self._changed:
                     self._running = {entry.slot: entry for entry in self._running.values()}
-            self._flights.append((runner.launch(self._running), dict(self._running)))
-        if len(self._flights) > (runner.num_ahead if self._running else 0):
+            flight = runner.launch(self._running)
+        if flight is not None:
+            self._flights.append((flight, dict(self._running)))
+        if self._flights and (flight is None or len(self._flights) > runner.num_ahead):
             self._land(runner)
 
     def _make_room(self, runner: Runner) -> None:

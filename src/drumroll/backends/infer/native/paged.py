@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from drumroll.backends.infer.native.request import Request
 
 STEPS = 8
-"""Decode steps of one launch."""
+"""Decode steps of one launch at most."""
 
 SHARE_OF_MEMORY = 0.85
 """Of the device memory that is free beside the model, what keys and values may take."""
@@ -86,7 +86,7 @@ class PagedRunner(Runner):
         self._free = list(range(cfg.num_slots))[::-1]
         self._holdings: dict[int, Holding] = {}
         self._launched_upto: dict[int, int] = {}
-        """The position that each decoding slot will have reached after what was launched, at its limit at the latest."""
+        """The position that each decoding slot will have reached after what was launched, unless its limit comes first."""
         self._slots_on_device: list[int] = []
         self._table_changed = False
         self._store: Tensor | None = None
@@ -248,7 +248,10 @@ class PagedRunner(Runner):
             self._launched_upto[entry.slot] = len(entry.tokens) - 1
             self._holdings[entry.slot].num_promised = 0
 
-    def launch(self, running: Mapping[int, Request]) -> Started:
+    def launch(self, running: Mapping[int, Request]) -> Started | None:
+        num_steps = min(STEPS, max(self._limit(entry) - self._launched_upto[slot] for slot, entry in running.items()))
+        if num_steps <= 0:
+            return None
         self._allocate()
         slots = list(running)
         num_rows = min(row_bucket(len(slots)), self._num_slots)
@@ -261,17 +264,18 @@ class PagedRunner(Runner):
             self._slots_on_device = slots
         self._upload_table()
         self._step.zero_()
-        for _ in range(STEPS):
+        for _ in range(num_steps):
             if graph is None:
                 self._decode(num_rows, truncates)
             else:
                 graph.replay()
         for slot in slots:
-            self._launched_upto[slot] += STEPS
+            self._launched_upto[slot] += num_steps
         if self.device.type == "cpu":
-            return Started(self._ids.clone(), self._logp.clone(), None)
-        ids = torch.empty(self._ids.shape, dtype=torch.int32, pin_memory=True).copy_(self._ids, non_blocking=True)
-        logp = torch.empty(self._logp.shape, dtype=torch.float32, pin_memory=True).copy_(self._logp, non_blocking=True)
+            return Started(self._ids[:num_steps].clone(), self._logp[:num_steps].clone(), None)
+        shape = (num_steps, self._ids.shape[1])
+        ids = torch.empty(shape, dtype=torch.int32, pin_memory=True).copy_(self._ids[:num_steps], non_blocking=True)
+        logp = torch.empty(shape, dtype=torch.float32, pin_memory=True).copy_(self._logp[:num_steps], non_blocking=True)
         return Started(ids, logp, torch.cuda.current_stream(self.device).record_event())
 
     def read(self, flight: Started) -> Sampled:

@@ -83,8 +83,8 @@ class Runner(ABC):
         """Requests of which only the last token is not cached take part in decoding."""
 
     @abstractmethod
-    def launch(self, running: Mapping[int, Request]) -> Flight:
-        """Decode all requests that entered and did not leave, by slot."""
+    def launch(self, running: Mapping[int, Request]) -> Flight | None:
+        """Decode all requests that entered and did not leave, by slot; None when what is under way brings all of them to their ends."""
 
     @abstractmethod
     def read(self, flight: Flight) -> Sampled:
