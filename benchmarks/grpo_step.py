@@ -1,6 +1,7 @@
 """How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
 
 python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
+                               [--set trainer.threads=2]
 
 Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
 update, with no reference and nothing stale. Replies end only by their length. A side runs in a process of its own, the sides in turn, as
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="3m")
     parser.add_argument("--side", choices=["trl"], help="Run this side alone.")
+    parser.add_argument("--set", nargs="*", default=["trainer.threads=2"], help="Settings of drumroll's side.")
     for name, default in (("prompts", 8), ("samples", 8), ("prompt-tokens", 8), ("new-tokens", 32), ("steps", 20), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
@@ -56,7 +58,7 @@ def run_drumroll(arguments: argparse.Namespace) -> list[float]:
     workload = ("--prompts", "--samples", "--prompt-tokens", "--new-tokens")
     sizes = [str(part) for name in workload for part in (name, getattr(arguments, name[2:].replace("-", "_")))]
     figures = last_line(
-        sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps), *sizes
+        sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps), *sizes, *arguments.set
     )
     return figures["step_seconds"][WARM_UP - 1 :]
 
