@@ -184,7 +184,7 @@ Constraint = tuple[str, str, dict[str, Any]]
 
 CONSTRAINTS: Mapping[str, Callable[[random.Random], Constraint]] = {
     "bullets": lambda rng: _numbered(
-        "Use exactly {n} bullet points that start with *.", "detectable_format:number_bullet_lists", "num_bullets", rng.randrange(2, 6)
+        "Use exactly {n} that start with *.", "bullet point", "detectable_format:number_bullet_lists", "num_bullets", rng.randrange(2, 6)
     ),
     "lower": lambda rng: ("Use only lowercase letters.", "change_case:english_lowercase", {}),
     "upper": lambda rng: ("Use only capital letters.", "change_case:english_capital", {}),
@@ -197,13 +197,15 @@ CONSTRAINTS: Mapping[str, Callable[[random.Random], Constraint]] = {
     "title": lambda rng: ("Begin with a title in double angular brackets, such as <<title>>.", "detectable_format:title", {}),
     "postscript": lambda rng: ("Add a postscript that starts with P.S.", "detectable_content:postscript", {"postscript_marker": "P.S."}),
     "highlights": lambda rng: _numbered(
-        "Highlight at least {n} words with asterisks, such as *word*.",
+        "Highlight at least {n} with asterisks, such as *word*.",
+        "word",
         "detectable_format:number_highlighted_sections",
         "num_highlights",
         rng.randrange(1, 4),
     ),
     "placeholders": lambda rng: _numbered(
-        "Use at least {n} placeholders in square brackets, such as [name].",
+        "Use at least {n} in square brackets, such as [name].",
+        "placeholder",
         "detectable_content:number_placeholders",
         "num_placeholders",
         rng.randrange(1, 4),
@@ -221,9 +223,8 @@ CONFLICTS = (
 """Constraints that no reply, or hardly any, can satisfy together."""
 
 
-def _numbered(words: str, constraint: str, argument: str, n: int) -> Constraint:
-    one = words.replace("words with", "word with").replace("placeholders", "placeholder") if n == 1 else words
-    return one.format(n=n), constraint, {argument: n}
+def _numbered(words: str, noun: str, constraint: str, argument: str, n: int) -> Constraint:
+    return words.format(n=f"{n} {noun}{'s' * (n > 1)}"), constraint, {argument: n}
 
 
 def _words(n: int, relation: str, words: str) -> Constraint:

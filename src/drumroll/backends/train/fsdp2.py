@@ -4,7 +4,8 @@
 
 Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, so that their
 collectives match: one that has run out of trajectories passes a placeholder of weight 0. A single float32 rank on a CPU is
-not wrapped: it has nothing to share, and FSDP2's bookkeeping costs a tiny model between a fifth and a half of its step.
+not wrapped: it has nothing to share, and FSDP2's bookkeeping costs a tiny model between a fifth and a half of its step. Nor is a
+single rank that learns adapters: its base has no masters, and is held in the model's dtype alone.
 """
 
 from __future__ import annotations

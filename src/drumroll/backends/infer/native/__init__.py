@@ -267,13 +267,7 @@ class Native(InferBackend):
                 while self._next_actions():
                     self._expire()
                     if self._can_compute():
-                        started = time.perf_counter()
-                        self._admit(runner)
-                        if self._filling:
-                            self._prefill(runner)
-                        else:
-                            self._decode(runner)
-                        self._busy_s += time.perf_counter() - started
+                        self._step(runner)
         except BaseException as error:  # whatever it is, nobody may wait for this thread any more
             reason = WorkerError(f"the native engine stopped: {type(error).__name__}: {error}")
             reason.__cause__ = error
@@ -286,6 +280,16 @@ class Native(InferBackend):
                 if not call.done():
                     call.set_exception(self._stopped or WorkerError("the native engine stopped."))
             self._wake_pollers()
+
+    def _step(self, runner: Runner) -> None:
+        """Whoever can comes in; then a prefill call while any request needs one, else decode steps."""
+        started = time.perf_counter()
+        self._admit(runner)
+        if self._filling:
+            self._prefill(runner)
+        else:
+            self._decode(runner)
+        self._busy_s += time.perf_counter() - started
 
     def _next_actions(self) -> bool:
         """Do what the inbox holds, after waiting for it when there is nothing to compute. False when the engine has stopped."""

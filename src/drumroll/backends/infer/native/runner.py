@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drumroll.backends.checksum import checksum
 from drumroll.backends.infer.native.cache import ATTENTION
-from drumroll.errors import ConfigError, WeightSyncError
+from drumroll.errors import ConfigError, ModelError, WeightSyncError
 from drumroll.models.loading import check_complete, load_model
 from drumroll.registry import nearest
 
@@ -167,14 +167,11 @@ def own_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     return logits[0, -1].float()
 
 
-def share_off(got: Tensor, expected: Tensor) -> float:
-    """How far logits lie from others, as a share of what those range over."""
-    return float((got - expected).abs().max() / (expected - expected.mean()).abs().max().clamp_min(1e-6))
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """What `share_off` may be by rounding."""
-    return 1e-3 if dtype == torch.float32 else 0.1
+def refuse_other_logits(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Raise a `ModelError` where logits differ by more than rounding from those of the model itself."""
+    share = float((got - expected).abs().max() / (expected - expected.mean()).abs().max().clamp_min(1e-6))
+    if not share < (1e-3 if dtype == torch.float32 else 0.1):
+        raise ModelError(f"{name} gives other logits in the native engine than by itself (off by {share:.1%}). Use another engine.")
 
 
 def trial_tokens(vocab_size: int, context: int) -> list[int]:

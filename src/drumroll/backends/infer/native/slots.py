@@ -34,9 +34,8 @@ from drumroll.backends.infer.native.runner import (
     context_of,
     end_ids_of,
     own_logits,
-    share_off,
+    refuse_other_logits,
     signed,
-    tolerance,
     trial_tokens,
 )
 from drumroll.backends.infer.native.whole import WholeModel
@@ -385,9 +384,7 @@ class SlotRunner(Runner):
         kept, num_layers = len(self.cache.layers), self.model.num_layers
         if kept != num_layers:
             raise ModelError(f"{name} keeps keys and values of {kept} of its {num_layers} layers in the native engine. Use another engine.")
-        share = share_off(got, expected)
-        if not share < tolerance(self.model.dtype):
-            raise ModelError(f"{name} gives other logits in the native engine than by itself (off by {share:.1%}). Use another engine.")
+        refuse_other_logits(name, got, expected, self.model.dtype)
 
     def _logits(self, tokens: list[int]) -> Tensor:
         """[V] after the tokens, the engine's way."""
