@@ -184,6 +184,24 @@ class DecodeAttention:
 
 
 @triton.jit
+def _add_page(
+    query, keys, values, is_there, is_seen, scale, top, total, gathered, DIM: tl.constexpr, PAGE: tl.constexpr, IS_EXACT: tl.constexpr
+):  # fmt: skip
+    """One page more in the softmax of some queries: their highest score so far, the sum of weights, and the weighted sum of values."""
+    precision: tl.constexpr = "ieee" if IS_EXACT else "tf32"
+    column = tl.arange(0, DIM)
+    place = tl.arange(0, PAGE)
+    key = tl.load(keys + place[None, :] * DIM + column[:, None], mask=is_there[None, :], other=0.0)
+    score = tl.where(is_seen, tl.dot(query, key, input_precision=precision) * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp(score - new_top[:, None])
+    shrink = tl.exp(top - new_top)
+    value = tl.load(values + place[:, None] * DIM + column[None, :], mask=is_there[:, None], other=0.0)
+    gathered = gathered * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=precision)
+    return new_top, total * shrink + tl.sum(weight, axis=1), gathered
+
+
+@triton.jit
 def _decode_attention(
     qkv, slots, positions, table, table_stride, keys, values, out, partial, highest, mass, qkv_stride, num_rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
@@ -193,7 +211,6 @@ def _decode_attention(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    precision: tl.constexpr = "ieee" if IS_EXACT else "tf32"
     column = tl.arange(0, DIM)
     place = tl.arange(0, PAGE)
     member = tl.arange(0, GROUP_BLOCK)
@@ -212,16 +229,20 @@ def _decode_attention(
     for number in range(begin, end):
         base = (tl.load(pages + number).to(tl.int64) * KV_HEADS + kv_head) * PAGE * DIM
         is_there = number * PAGE + place < length
-        key = tl.load(keys + base + place[None, :] * DIM + column[:, None], mask=is_there[None, :], other=0.0)
-        score = tl.dot(query, key, input_precision=precision) * scale
-        score = tl.where(is_there[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        weight = tl.exp(score - new_top[:, None])
-        shrink = tl.exp(top - new_top)
-        total = total * shrink + tl.sum(weight, axis=1)
-        value = tl.load(values + base + place[:, None] * DIM + column[None, :], mask=is_there[:, None], other=0.0)
-        gathered = gathered * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=precision)
-        top = new_top
+        top, total, gathered = _add_page(
+            query,
+            keys + base,
+            values + base,
+            is_there,
+            is_there[None, :],
+            scale,
+            top,
+            total,
+            gathered,
+            DIM=DIM,
+            PAGE=PAGE,
+            IS_EXACT=IS_EXACT,
+        )
     if SPLITS == 1:
         result = gathered / tl.maximum(total, 1e-30)[:, None]
         tl.store(
@@ -289,7 +310,6 @@ def _prefill_attention(
 ):  # fmt: skip
     block = tl.program_id(0)
     head = tl.program_id(1)
-    precision: tl.constexpr = "ieee" if IS_EXACT else "tf32"
     start = tl.load(blocks + block)
     size = tl.load(blocks + blocks_stride + block)
     member = tl.arange(0, QUERY_BLOCK)
@@ -308,17 +328,10 @@ def _prefill_attention(
         base = (tl.load(pages + number).to(tl.int64) * KV_HEADS + head // GROUP) * PAGE * DIM
         key_position = number * PAGE + place
         is_there = key_position < last_length
-        key = tl.load(keys + base + place[None, :] * DIM + column[:, None], mask=is_there[None, :], other=0.0)
-        score = tl.dot(query, key, input_precision=precision) * scale
-        is_seen = key_position[None, :] <= (first_position + member)[:, None]
-        score = tl.where(is_seen & is_there[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        weight = tl.exp(score - new_top[:, None])
-        shrink = tl.exp(top - new_top)
-        total = total * shrink + tl.sum(weight, axis=1)
-        value = tl.load(values + base + place[:, None] * DIM + column[None, :], mask=is_there[:, None], other=0.0)
-        gathered = gathered * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=precision)
-        top = new_top
+        is_seen = is_there[None, :] & (key_position[None, :] <= (first_position + member)[:, None])
+        top, total, gathered = _add_page(
+            query, keys + base, values + base, is_there, is_seen, scale, top, total, gathered, DIM=DIM, PAGE=PAGE, IS_EXACT=IS_EXACT
+        )
     result = gathered / total[:, None]
     tl.store(out + token[:, None] * HEADS * DIM + head * DIM + column[None, :], result.to(out.dtype.element_ty), mask=is_query[:, None])
 
