@@ -29,7 +29,7 @@ KERNELS := .kernels
 
 test-kernels: install  ## The GPU kernels in Triton's interpreter, on the CPU (a download of 1 GB, then about 3 minutes)
 	test -d $(KERNELS)/triton || $(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) triton==3.9.0
-	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest tests/contract/test_infer_paged.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest tests/contract/test_infer_paged.py tests/unit/backends/test_head_kernels.py
 
 chaos: install  ## Kill runs at 50 random points, through Ray and inside one process, and compare (about 30 minutes)
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11

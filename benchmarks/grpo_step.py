@@ -1,12 +1,12 @@
 """How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
 
 python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
-                               [--set trainer.threads=2]
+                               [--trl-batch 64] [--set trainer.threads=2]
 
 Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
 update, with no reference and nothing stale. Replies end only by their length. A side runs in a process of its own, the sides in turn, as
 often as there are repeats; of each, the median step after the first few counts. Whatever a side uses of the machine's cores is its own
-choice.
+choice. On a GPU both compute in bfloat16, TRL with `--trl-batch` sequences at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 3
+WARM_UP = 2
 """Steps at the beginning that do not count."""
 
 
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--shape", default="3m")
     parser.add_argument("--side", choices=["trl"], help="Run this side alone.")
     parser.add_argument("--set", nargs="*", default=["trainer.threads=2"], help="Settings of drumroll's side.")
+    parser.add_argument("--trl-batch", type=int, help="Sequences of one of TRL's passes; all of a step if not given.")
     for name, default in (("prompts", 8), ("samples", 8), ("prompt-tokens", 8), ("new-tokens", 32), ("steps", 20), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
@@ -60,7 +61,7 @@ def run_drumroll(arguments: argparse.Namespace) -> list[float]:
     figures = last_line(
         sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps), *sizes, *arguments.set
     )
-    return figures["step_seconds"][WARM_UP - 1 :]
+    return figures["step_seconds"][WARM_UP - 1 :]  # `bench` leaves the first one out itself
 
 
 def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
@@ -76,6 +77,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
     from drumroll.bench.rl import Workload, make_model
 
     workload = Workload(arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens)
+    batch = arguments.trl_batch or workload.prompts * workload.samples
     num_steps = arguments.steps + WARM_UP
     rng = random.Random(0)
     prompts = [" ".join(f"w{rng.randrange(500)}" for _ in range(workload.prompt_tokens)) for _ in range(num_steps * workload.prompts)]
@@ -99,7 +101,8 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
         make_model(folder / "model", arguments.shape, workload)
         config = GRPOConfig(
             output_dir=str(folder / "run"),
-            per_device_train_batch_size=workload.prompts * workload.samples,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=workload.prompts * workload.samples // batch,
             num_generations=workload.samples,
             max_completion_length=workload.new_tokens,
             max_steps=num_steps,
@@ -112,6 +115,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
             logging_strategy="no",
             disable_tqdm=True,
             bf16=torch.cuda.is_available(),
+            model_init_kwargs={"dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
             use_cpu=not torch.cuda.is_available(),
             dataloader_num_workers=0,
             gradient_checkpointing=False,

@@ -6,19 +6,22 @@ that the recipe is evaluated on are in neither the demonstrations nor the traini
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from drumroll.envs.webshop import WebShop, expert_episode
 
 ENV = {"kind": "webshop", "chat": False, "rules": False, "tag": None, "page_size": 5, "max_steps": 12}
-NUM_DEMONSTRATIONS, DETOUR = 1500, 0.4
+NUM_DEMONSTRATIONS, DETOUR = 4000, 0.45
 
 
 def main() -> None:
     config = WebShop.Config.model_validate(ENV)
     episodes = [expert_episode(config, seed, detour=DETOUR) for seed in range(NUM_DEMONSTRATIONS)]
-    Path(__file__).with_name("demonstrations.jsonl").write_text("".join(json.dumps(episode.row) + "\n" for episode in episodes))
+    table = pa.Table.from_pylist([episode.row for episode in episodes])
+    pq.write_table(table, Path(__file__).with_name("demonstrations.parquet"), compression="zstd")
     print(f"{len(episodes)} demonstrations, of which {sum(episode.success for episode in episodes)} buy exactly what is asked for")
 
 

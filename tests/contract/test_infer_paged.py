@@ -126,9 +126,11 @@ def test_who_came_last_waits_when_there_are_too_few_pages(folder: Path, open_eng
     assert driver.backend._ready_runner.book.num_available == 4
 
 
-def test_pause_update_sleep_and_abort_between_launches(folder: Path, open_engine: Any) -> None:
+def test_pause_update_sleep_and_abort_between_launches(tmp_path: Path, open_engine: Any) -> None:
+    folder = make_model(tmp_path / "model", hidden_size=64, num_attention_heads=4, max_position_embeddings=8192)
     driver = open_engine(folder)
-    driver.submit(ask("long", prompt_of(30), 1, max_new_tokens=60), ask("unwanted", prompt_of(31), 2, max_new_tokens=60))
+    # So long that no GPU is at its end before this test has gone through all of it.
+    driver.submit(ask("long", prompt_of(30), 1, max_new_tokens=8000), ask("unwanted", prompt_of(31), 2, max_new_tokens=8000))
     driver.until(lambda: len(driver.replies.get("long", Reply()).token_ids) > 4)
     driver.backend.abort(["unwanted"])
     driver.do(driver.backend.pause())
@@ -139,13 +141,16 @@ def test_pause_update_sleep_and_abort_between_launches(folder: Path, open_engine
     driver.do(driver.backend.wake())
     driver.update(2)
     driver.do(driver.backend.resume())
+    driver.until(lambda: driver.replies["long"].token_version[-1] == 2)
+    driver.backend.abort(["long"])
     (long,) = driver.gather(["long"])
     assert driver.replies["unwanted"].finishes == ["aborted"]
     assert long.token_version == sorted(long.token_version)
-    assert {0, 2} <= set(long.token_version)
+    assert set(long.token_version) == {0, 1, 2}
     place = 30 + long.token_version.index(2)
-    tokens = prompt_of(30) + long.token_ids
-    assert long.logp[place - 30 :] == pytest.approx(model_logp(folder, tokens, place), abs=2e-4)
+    end = min(len(long.token_ids), place - 30 + 20)
+    tokens = prompt_of(30) + long.token_ids[:end]
+    assert long.logp[place - 30 : end] == pytest.approx(model_logp(folder, tokens, place), abs=2e-4)
 
 
 def test_weights_that_are_no_numbers_end_requests_and_nothing_else(folder: Path, open_engine: Any) -> None:

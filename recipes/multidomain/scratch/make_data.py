@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-SIZES = {"heldout": 256, "demonstrations": 2000, "train": 1500}
+SIZES = {"heldout": 256, "demonstrations": 6000, "train": 1500}
 """Of each domain."""
 Way = Literal["right", "early", "late"]
 """How the expert replies: rightly, or with a mistake at the beginning or at the end."""

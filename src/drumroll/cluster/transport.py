@@ -26,6 +26,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -36,7 +37,7 @@ import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from drumroll.backends.checksum import checksum
+from drumroll.backends.checksum import begin_checksum, checksum, checksums
 from drumroll.backends.infer.base import Bucket, Checksums
 from drumroll.cluster.host import seat
 from drumroll.cluster.weights import Cache, Offer, Receipt, Sent, Transport
@@ -107,7 +108,7 @@ class SendsWeights:
             outbox.connect()
             for name, tensor in self.backend.weights():
                 outbox.add(name, tensor)
-            sent = outbox.finish()
+            sent = replace(outbox.finish(), peak_bytes=_take_peak_bytes(self.rank.device))
         except BaseException:
             outbox.fail()
             raise
@@ -187,7 +188,7 @@ class ReceivesWeights:
             with suppress(Exception):
                 await self.backend.pause()
             raise
-        return Receipt(offer.version, digest(received))
+        return Receipt(offer.version, digest(received), _take_peak_bytes(self.rank.device))
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -227,6 +228,15 @@ class _TakesWeights(Protocol):
     async def update(self, version: Version, buckets: Iterator[Bucket], cache: Literal["keep", "recompute"]) -> Checksums: ...
 
     async def pause(self) -> None: ...
+
+
+def _take_peak_bytes(device: str) -> int:
+    """The most GPU memory that this process had in use since the last time; 0 without a GPU."""
+    if not device.startswith("cuda"):
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def digest(sums: Checksums) -> str:
@@ -275,7 +285,10 @@ class _Outbox:
         self._works: list[list[Any]] = [[] for _ in range(NUM_BUCKETS)]
         self._count = 0
         """Buckets published so far; the one being filled has this number."""
-        self._entries: list[tuple[str, str, list[int], int, int]] = []
+        self._entries: list[tuple[str, str, list[int], int]] = []
+        """Name, dtype, shape and offset of what the bucket holds that is being filled."""
+        self._begun: list[Tensor] = []
+        """Their checksums, which the device may still be computing."""
         self._used = 0
 
     def offer(self, version: Version, node: str) -> Offer:
@@ -308,9 +321,9 @@ class _Outbox:
         buffer = self._buffers[self._count % NUM_BUCKETS]
         assert buffer is not None
         buffer[offset : offset + data.nbytes].copy_(data.view(torch.uint8))
-        self.sums[name] = checksum(tensor)
         self.num_bytes += data.nbytes
-        self._entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, self.sums[name]))
+        self._entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+        self._begun.append(begin_checksum(tensor))
         self._used = offset + data.nbytes
 
     def finish(self) -> Sent:
@@ -358,7 +371,9 @@ class _Outbox:
         place = self._count % NUM_BUCKETS
         buffer = self._buffers[place]
         assert buffer is not None
-        meta = json.dumps([self._loan(buffer), self._entries]).encode()
+        sums = checksums(self._begun)  # waits for what was copied into the bucket, too
+        self.sums.update({entry[0]: value for entry, value in zip(self._entries, sums, strict=True)})
+        meta = json.dumps([self._loan(buffer), [(*entry, value) for entry, value in zip(self._entries, sums, strict=True)]]).encode()
         if self.num_shared:
             os.pwrite(self._fds[1 + place], meta, 0 if self.device else self._used)
             self._control[SIZES + 2 * place : SIZES + 2 * place + 2] = self._used, len(meta)
@@ -369,10 +384,10 @@ class _Outbox:
             lambda group: self._works[place].extend(group.send(header, torch.frombuffer(bytearray(meta), dtype=torch.uint8), data))
         )
         self._count += 1
-        self._entries, self._used = [], 0
+        self._entries, self._begun, self._used = [], [], 0
 
     def _loan(self, buffer: Tensor) -> Loan | None:
-        """A bucket on a GPU for whoever reads it; checksums have waited for what was copied into it."""
+        """A bucket on a GPU for whoever reads it."""
         return lend(buffer) if self.device else None
 
     def _wait_for_engines(self, count: int) -> None:

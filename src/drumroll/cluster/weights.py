@@ -70,6 +70,8 @@ class Sent:
     digest: str
     """Of all names and checksums."""
     broadcast_error: str = ""
+    peak_bytes: int = 0
+    """The most GPU memory that rank 0 had in use since the version before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class Receipt:
 
     version: Version
     digest: str
+    peak_bytes: int = 0
+    """The most GPU memory that it had in use since the version before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,13 @@ class SyncReport:
     """Of all names and checksums: two versions with the same digest have the same weights."""
     transports: dict[int, Transport] = field(default_factory=dict)
     """By engine rank."""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """Role → the most GPU memory that trainer rank 0, or any engine, had in use since the version before; empty without GPUs."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {"sync/seconds": self.seconds, "sync/bytes": float(self.num_bytes)}
+        memory = {f"memory/{role}_gib": value / 2**30 for role, value in self.peak_bytes.items()}
+        return {"sync/seconds": self.seconds, "sync/bytes": float(self.num_bytes), **memory}
 
 
 class WeightSync:
@@ -168,7 +175,19 @@ class WeightSync:
         if failed:
             reasons = "\n".join(failed.values())
             raise WeightSyncError(f"version {version} did not reach {len(failed)} of {len(targets)} engines.\n{reasons}")
-        return SyncReport(version, time.monotonic() - started, sent.num_bytes, sent.num_tensors, sent.digest, transports)
+        peaks = {
+            self.trainers.role: sent.peak_bytes,
+            self.engines.role: max((future.result().peak_bytes for future in receipts), default=0),
+        }
+        return SyncReport(
+            version,
+            time.monotonic() - started,
+            sent.num_bytes,
+            sent.num_tensors,
+            sent.digest,
+            transports,
+            {role: peak for role, peak in peaks.items() if peak},
+        )
 
     def _can_stay_on_device(self, ranks: tuple[int, ...]) -> bool:
         """Whether all of these engines are on rank 0's GPU, and can really read a sample of its memory."""

@@ -88,7 +88,7 @@ def _exchanges(turns: Any, place: str) -> Iterator[Exchange]:
     if not isinstance(turns, list) or not turns or len(turns) % 2:
         raise DataError(f"{place}: column 'turns' holds {short(turns)}; what is shown and replies in turns were expected.")
     for number in range(0, len(turns), 2):
-        shown, replied = turns[number : number + 2]
+        shown, replied = (_present(entry) for entry in turns[number : number + 2])
         where = f"{place}: column 'turns', entry {number}"
         if not isinstance(shown, dict) or len({"prompt", "messages"} & shown.keys()) != 1:
             raise DataError(f"{where} is {short(shown)}; what is shown was expected: `prompt` (text) or `messages`.")
@@ -96,6 +96,11 @@ def _exchanges(turns: Any, place: str) -> Iterator[Exchange]:
             raise DataError(f"{place}: column 'turns', entry {number + 1} is {short(replied)}; a `reply` was expected.")
         prompt, messages = prompt_of(shown.get("prompt", shown.get("messages")), "turns", where)
         yield Exchange(prompt, messages, replied["reply"], bool(replied.get("imitate", True)))
+
+
+def _present(entry: Any) -> Any:
+    """An entry without its empty fields: in Parquet, every entry has those of all the others."""
+    return {name: value for name, value in entry.items() if value is not None} if isinstance(entry, dict) else entry
 
 
 def _conversation(messages: Any, place: str) -> Iterator[Exchange]:

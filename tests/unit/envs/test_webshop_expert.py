@@ -36,7 +36,7 @@ def test_the_expert_buys_what_the_goal_asks_for(config):
 
 
 def test_the_replies_are_in_the_environments_own_form():
-    assert replies(WebShop.Config(rules=False, tag=None), 39) == ["s mug matte thick", "1", "F", "G", "b"]
+    assert replies(WebShop.Config(rules=False, tag=None), 39) == ["s mug matte thick", "1", "teal", "xl", "b"]
     assert replies(FULL, 39)[0] == "<answer>search[mug matte thick]</answer>"
     assert replies(FULL, 39)[-1] == "<answer>click[Buy Now]</answer>"
 

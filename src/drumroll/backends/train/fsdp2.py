@@ -56,10 +56,12 @@ class Fsdp2(TrainBackend):
     class Config(TrainerConfig):
         """Options of `fsdp2`."""
 
-        reshard_after_forward: bool = True
-        """Free each layer's gathered weights after its forward pass and gather them again in the backward pass; false keeps them."""
-        reduce_every_pass: bool = True
-        """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then."""
+        reshard_after_forward: bool | None = None
+        """Free each layer's gathered weights after its forward pass and gather them again in the backward pass; false keeps them. null:
+        where there is more than one rank."""
+        reduce_every_pass: bool | None = None
+        """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then. null:
+        where there is more than one rank."""
         timeout_s: PositiveFloat = 600.0
         """A rank that does not answer the others for this long is given up."""
         fused_layers: bool = True
@@ -80,6 +82,7 @@ class Fsdp2(TrainBackend):
         has_masters = self.config.lora is None and (self._device.type == "cuda" or self.dtype != "float32")
         self._sharded = rank.world > 1 or has_masters  # FSDP2 computes in `dtype` on weights in float32; adapters alone do without
         self._group = RankGroup(rank, self._sharded, self.config.timeout_s)
+        self._reduces_every_pass = self._where_shared(self.config.reduce_every_pass)
         self._model = self._load()
         self._question = HeadQuestion(self._model) if self.head == "lm" and can_be_asked(self._model) else None
         names = _file_names(self._model)
@@ -182,7 +185,7 @@ class Fsdp2(TrainBackend):
         self._optimizer.zero_grad(set_to_none=True)  # a loss that raised may have left some behind
         sums: dict[tuple[str, bool], Tensor] = {}
         for number in range(num_passes):
-            self._reduce_gradients(self.config.reduce_every_pass or number == num_passes - 1)
+            self._reduce_gradients(self._reduces_every_pass or number == num_passes - 1)
             if number < len(plan):
                 self._learn(select(batch, plan[number]), loss, sums)
             else:
@@ -283,6 +286,8 @@ class Fsdp2(TrainBackend):
         dtype = getattr(torch, self.dtype)
         for name, tensor in self._tensors.items():
             whole = tensor.detach()
+            if isinstance(whole, DTensor) and self._group.world == 1:
+                whole = whole.to_local()
             if self._adapters:
                 whole = self._adapters.merged(name, whole)
             if whole.is_floating_point():
@@ -479,9 +484,10 @@ class Fsdp2(TrainBackend):
 
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32)
         mesh = self._group.mesh()
+        reshards = self._where_shared(self.config.reshard_after_forward)
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
+                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
         if self.head == "scalar":
             exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             fully_shard(self._model.score, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
@@ -490,6 +496,10 @@ class Fsdp2(TrainBackend):
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+
+    def _where_shared(self, wanted: bool | None) -> bool:
+        """An option that pays only where ranks share the weights, unless it is set."""
+        return self._group.world > 1 if wanted is None else wanted
 
     def _reshard(self) -> None:
         """After passes without gradient the root's gathered weights would outlive the next change of its shards."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-LOGITS_PER_CHUNK = 2**27
-"""Logits that are held at the same time, in float32: half a GiB, and as much for what is computed from them."""
+LOGITS_PER_CHUNK = 2**28
+"""Logits that are held at the same time, in float32: one GiB, and at most as much for what is computed from them."""
 
 
 class FusedHead(torch.autograd.Function):
@@ -28,12 +28,10 @@ class FusedHead(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy_learns: bool
     ) -> tuple[Tensor, Tensor]:
         """[R, N], [V, N], [R], [R] → [R], [R], in float32."""
+        look, _ = _functions(hidden.device)
         logp, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, temperature[rows])
-            lse[rows] = logits.logsumexp(-1)
-            logp[rows] = logits.gather(-1, targets[rows, None])[:, 0] - lse[rows]
-            entropy[rows] = lse[rows] - _expected(logits, lse[rows])
+            logp[rows], entropy[rows], lse[rows] = look(_logits(hidden[rows], weight), targets[rows], temperature[rows])
         ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
         ctx.entropy_learns = entropy_learns
         if not entropy_learns:
@@ -43,42 +41,99 @@ class FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
+        _, slope = _functions(hidden.device)
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        rise = of_entropy if ctx.entropy_learns else None
         for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, temperature[rows])
-            logp = logits.sub_(lse[rows, None])
-            slope = logp.exp()
-            if ctx.entropy_learns and of_entropy is not None:
-                rise = of_entropy[rows, None] * (logp.masked_fill(slope == 0, 0.0) + entropy[rows, None])
-                slope *= -(of_logp[rows, None] + rise)
-            else:
-                slope *= -of_logp[rows, None]
-            slope.scatter_add_(-1, targets[rows, None], of_logp[rows, None])
-            slope = slope.div_(temperature[rows, None]).to(hidden.dtype)
-            of_hidden[rows] = slope @ weight
-            of_weight += slope.T @ hidden[rows]
+            of_logits = slope(
+                _logits(hidden[rows], weight),
+                targets[rows],
+                temperature[rows],
+                lse[rows],
+                of_logp[rows],
+                None if rise is None else (rise[rows], entropy[rows]),
+                hidden.dtype,
+            )
+            torch.mm(of_logits, weight, out=of_hidden[rows])
+            of_weight += of_logits.T @ hidden[rows]
         return of_hidden, of_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     size = max(1, LOGITS_PER_CHUNK // len(weight))
+    size -= size % 128 if size > 128 else 0  # whole tiles of a GPU's matrix products
     return (slice(start, start + size) for start in range(0, len(hidden), size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
-    """[r, V] in float32, at their rows' temperatures."""
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[r, V] in float32, at temperature 1."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    else:
-        logits = (hidden @ weight.T).float()
-    return logits.div_(temperature[:, None])
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return (hidden @ weight.T).float()
 
 
-def _expected(logits: Tensor, lse: Tensor) -> Tensor:
-    """[r] mean of the logits under their own distribution; impossible tokens add nothing."""
+def _functions(device: torch.device) -> tuple[Look, Slope]:
+    """What reads a chunk's logits: one kernel each on a GPU."""
+    if device.type == "cuda":
+        from drumroll.backends.train import head_kernels
+
+        return head_kernels.look, head_kernels.slope
+    return look, slope
+
+
+class Look(Protocol):
+    """Of [r, V] logits: log-probability of the target, entropy, and the logarithm of the sum of exponentials, [r] each. May spend them."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Slope(Protocol):
+    """The gradient with respect to [r, V] logits, in `dtype`, from those of log-probabilities and, with the entropies, of entropies. May
+    spend the logits."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        lse: Tensor,
+        of_logp: Tensor,
+        of_entropy: tuple[Tensor, Tensor] | None,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
+
+def look(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A `Look` in torch's own functions."""
+    logits = logits.div_(temperature[:, None])
+    lse = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None])[:, 0] - lse
     probability = (logits - lse[:, None]).exp()
-    return (probability * logits.masked_fill(probability == 0, 0.0)).sum(-1)
+    expected = (probability * logits.masked_fill(probability == 0, 0.0)).sum(-1)  # impossible tokens add nothing
+    return logp, lse - expected, lse
+
+
+def slope(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    lse: Tensor,
+    of_logp: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A `Slope` in torch's own functions."""
+    logp = logits.div_(temperature[:, None]).sub_(lse[:, None])
+    result = logp.exp()
+    if of_entropy is not None:
+        gradient, entropy = of_entropy
+        rise = gradient[:, None] * (logp.masked_fill(result == 0, 0.0) + entropy[:, None])
+        result *= -(of_logp[:, None] + rise)
+    else:
+        result *= -of_logp[:, None]
+    result.scatter_add_(-1, targets[:, None], of_logp[:, None])
+    return result.div_(temperature[:, None]).to(dtype)
 
 
 PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_neox"})
@@ -110,7 +165,7 @@ class HeadQuestion:
     @staticmethod
     def pays(num_rows: int, vocab_size: int) -> bool:
         """Whether there are so many logits that computing them twice is cheaper than holding them."""
-        return num_rows * vocab_size > LOGITS_PER_CHUNK // 8
+        return num_rows * vocab_size > 2**24
 
     @contextmanager
     def of(self, targets: Tensor, temperature: Tensor, entropy_learns: bool) -> Iterator[None]:

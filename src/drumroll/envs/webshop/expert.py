@@ -23,7 +23,7 @@ def expert_episode(config: VisitConfig, seed: int, detour: float = 0.0) -> Exper
     `detour` is the probability of each slip: a search without the attributes, of which it sees the first page; opening a wrong product, to
     come back from it or to buy it; an option that is forgotten, wrong, or wrong at first.
 
-    Example, compact: `[reply for _, reply in expert_episode(config, 39).turns] == ["s mug matte thick", "1", "F", "G", "b"]`.
+    Example, compact: `[reply for _, reply in expert_episode(config, 39).turns] == ["s mug matte thick", "1", "teal", "xl", "b"]`.
     """
     shop = open_shop(config.source)
     visit = Visit(config, shop, shop.goal(seed))

@@ -3,7 +3,7 @@
 in full                                   compact
 search[soft mug]                          s soft mug
 click[B000000001], a result               1, its number on the page
-click[red], an option                     A, its letter on the page
+click[red], an option                     red
 click[Next >], click[< Prev]              n, p
 click[Description], click[Features]       d, f
 click[Back to Search], click[Buy Now]     h, b
@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from string import ascii_uppercase
 from typing import ClassVar
 
 from drumroll.envs.webshop.catalogue import Goal, Product
@@ -63,9 +62,19 @@ class Words(ABC):
             named[self._name(command, named)] = command
         return named
 
-    @abstractmethod
     def _name(self, command: Command, taken: Mapping[str, Command]) -> str:
         """A name for the next thing on a page, where those before it have theirs."""
+        if isinstance(command, Click):
+            return self.buttons[command]
+        if isinstance(command, Open):
+            return self._name_of_result(command.product, taken)
+        assert isinstance(command, Choose)
+        used = {name.lower() for name in (*taken, *self.buttons.values())}
+        return f"{command.group}: {command.value}" if command.value.lower() in used else command.value
+
+    @abstractmethod
+    def _name_of_result(self, product: int, taken: Mapping[str, Command]) -> str:
+        """Of a product on a page of results."""
 
 
 class Full(Words):
@@ -108,14 +117,8 @@ class Full(Words):
     def complaint(self, problem: str) -> str:
         return f"{problem}\n"
 
-    def _name(self, command: Command, taken: Mapping[str, Command]) -> str:
-        if isinstance(command, Click):
-            return self.buttons[command]
-        if isinstance(command, Open):
-            return self.products[command.product].asin
-        assert isinstance(command, Choose)
-        used = {name.lower() for name in (*taken, *self.buttons.values())}
-        return f"{command.group}: {command.value}" if command.value.lower() in used else command.value
+    def _name_of_result(self, product: int, taken: Mapping[str, Command]) -> str:
+        return self.products[product].asin
 
     def _lines(self, view: View) -> Iterator[str]:
         named = self.names(view)
@@ -185,27 +188,18 @@ class Compact(Words):
     def complaint(self, problem: str) -> str:
         return "!\n"
 
-    def _name(self, command: Command, taken: Mapping[str, Command]) -> str:
-        if isinstance(command, Click):
-            return self.buttons[command]
-        num_same = sum(isinstance(other, type(command)) for other in taken.values())
-        return str(num_same + 1) if isinstance(command, Open) else _letters(num_same)
+    def _name_of_result(self, product: int, taken: Mapping[str, Command]) -> str:
+        return str(1 + sum(isinstance(other, Open) for other in taken.values()))
 
     def _groups(self, view: View) -> Iterator[str]:
         named = self.names(view)
         for group in self.products[view.product].options:
-            values = [(name, c.value) for name, c in named.items() if isinstance(c, Choose) and c.group == group]
-            yield " ".join(f"{name}{'*' if view.chosen.get(group) == value else ''} {value}" for name, value in values)
+            choices = [(name, c.value) for name, c in named.items() if isinstance(c, Choose) and c.group == group]
+            yield " ".join(f"{name}{'*' if view.chosen.get(group) == value else ''}" for name, value in choices)
 
 
 def _name_of(command: Command, named: Mapping[str, Command]) -> str:
     return next(name for name, candidate in named.items() if candidate == command)
-
-
-def _letters(number: int) -> str:
-    """A, B, …, Z, AA, AB, …"""
-    rest, last = divmod(number, len(ascii_uppercase))
-    return (_letters(rest - 1) if rest else "") + ascii_uppercase[last]
 
 
 def _price_tag(product: Product) -> str:

@@ -31,7 +31,7 @@ class VisitConfig(ActionConfig):
     """Show pages as chat messages; otherwise as plain text, with `>` before each reply."""
     rules: bool = True
     """Explain the shop and write pages in full. Otherwise pages and actions are as short as they can be, for small models:
-    `s mug soft` searches, `1` opens a result, `A` chooses an option, and h, n, p, d, f, b are the buttons
+    `s mug soft` searches, `1` opens a result, `red` chooses an option, and h, n, p, d, f, b are the buttons
     (home, next, previous, description, features, buy)."""
     num_products: Annotated[int, Field(ge=FEWEST_PRODUCTS)] = 1000
     """Size of the catalogue that is made when there is no `products`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from drumroll.backends.checksum import checksum
+from drumroll.backends.checksum import begin_checksum, checksums
 from drumroll.backends.infer.native.cache import ATTENTION
 from drumroll.errors import ConfigError, ModelError, WeightSyncError
 from drumroll.models.loading import check_complete, load_model
@@ -114,6 +114,7 @@ class Runner(ABC):
         taken: dict[int, str] = {}
         targets = self.weights()
         for received in buckets:
+            begun: dict[str, Tensor] = {}
             for name, tensor in received:
                 target = targets.get(name)
                 if target is None:
@@ -124,7 +125,8 @@ class Runner(ABC):
                     raise WeightSyncError(f"'{name}' arrived a second time (first as '{taken[id(target)]}').")
                 taken[id(target)] = name
                 target.copy_(tensor)
-                sums[name] = checksum(target if target.dtype == tensor.dtype else tensor.to(self.device))
+                begun[name] = begin_checksum(target if target.dtype == tensor.dtype else tensor.to(self.device))
+            sums.update(zip(begun, checksums(list(begun.values())), strict=True))  # a bucket is read through before the next is asked for
         missing = [name for name, target in targets.items() if id(target) not in taken and name not in self.optional]
         if missing:
             raise WeightSyncError(
