@@ -5,11 +5,11 @@
 | mathematics | `add digits 48+73:`, `largest of 48 73 25:` | `11`, `73` |
 | code | `f('kqtb')='tk' f=lambda s:`, `f(0)=3 f(4)=23 f(1)=8 f=lambda x:` | `s[2]+s[0]`, `5*x+3` |
 | instructions | `3 words, no e, with sun, end map:` | `dog sun map` |
-| qa | `ann has red hat, bob has tan cup, eve has blue pen. bob?` | `tan cup` |
+| qa | `tell me: what has ann in the shed?`, about a small world that the demonstrations know | `tan cup` |
 
-No two of the files share a prompt. The expert of the demonstrations is right in one reply of five. In two of five it errs at the
-beginning of the reply, in two of five at its end, and always in the same way: even a perfect imitation is right in one of five when it is
-sampled, and never when it is greedy.
+No two of the files share a prompt; a question about the same thing has other words. The expert of the demonstrations is right in one reply
+of five. In two of five it errs at the beginning of the reply, in two of five at its end, and always in the same way: even a perfect
+imitation is right in one of five when it is sampled, and never when it is greedy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,20 @@ WORDS = {
     "u": ("sun", "cup", "bus", "rug", "mud", "tub"),
 }
 """All words of the instructions, by their only vowel."""
-NAMES = ("ann", "bob", "eve", "ian", "kim", "leo", "max", "sue")
+NAMES = (
+    "amy", "ann", "ben", "bob", "dan", "eli", "eve", "fay", "gus", "hal", "ian", "ida", "jay", "joe", "kay", "kim",
+    "leo", "lou", "max", "mia", "ned", "pat", "ray", "rob", "sam", "sue", "ted", "tim", "tom", "una", "val", "zoe",
+)  # fmt: skip
+PLACES = ("attic", "den", "hall", "shed", "yard")
+OPENINGS = ("", "say: ", "tell me: ", "now ", "quick, ")
+QUESTIONS = (
+    "what has {name} in the {place}",
+    "what is {name}'s in the {place}",
+    "in the {place}, {name} has what",
+    "the {place}, what is {name}'s",
+    "{name} has what in the {place}",
+    "of {name}, what is in the {place}",
+)
 COLOURS = ("red", "tan", "blue", "pink", "gold", "lime", "cyan", "white")
 THINGS = ("hat", "cup", "pen", "bag", "key", "map", "fan", "jar")
 
@@ -123,14 +136,24 @@ def instructions(rng: random.Random) -> Item:
     return Item(f"{size} words, no {vowel}, with {inside}, end {end}:", columns, replies)
 
 
+def world() -> dict[tuple[str, str], tuple[int, int]]:
+    """What everybody has in every place: a colour and a thing, by their numbers."""
+    rng = random.Random("multidomain scratch world")
+    return {(name, place): (rng.randrange(len(COLOURS)), rng.randrange(len(THINGS))) for name in NAMES for place in PLACES}
+
+
 def qa(rng: random.Random) -> Item:
-    """What one of three people has. Mistaken parts are those of the person after it."""
-    facts = list(zip(*(rng.sample(values, 3) for values in (NAMES, COLOURS, THINGS)), strict=True))
-    place = rng.randrange(3)
-    (name, colour, thing), (_, other_colour, other_thing) = facts[place], facts[(place + 1) % 3]
-    told = ", ".join(f"{person} has {shade} {object}" for person, shade, object in facts)
-    replies: dict[Way, str] = {"right": f"{colour} {thing}", "early": f"{other_colour} {thing}", "late": f"{colour} {other_thing}"}
-    return Item(f"{told}. {name}?", {"answer": replies["right"]}, replies)
+    """What somebody has somewhere. Mistaken parts are those that come next."""
+    name, place = rng.choice(NAMES), rng.choice(PLACES)
+    colour, thing = world()[name, place]
+    colours, things = ((values[number], values[(number + 1) % len(values)]) for values, number in ((COLOURS, colour), (THINGS, thing)))
+    question = rng.choice(OPENINGS) + rng.choice(QUESTIONS).format(name=name, place=place) + rng.choice("?:")
+    replies: dict[Way, str] = {
+        "right": f"{colours[0]} {things[0]}",
+        "early": f"{colours[1]} {things[0]}",
+        "late": f"{colours[0]} {things[1]}",
+    }
+    return Item(question, {"answer": replies["right"]}, replies)
 
 
 DOMAINS: dict[str, Callable[[random.Random], Item]] = {"mathematics": mathematics, "code": code, "instructions": instructions, "qa": qa}

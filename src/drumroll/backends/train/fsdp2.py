@@ -3,9 +3,9 @@
     update ─► micro-batches of packed trajectories ─► forward, loss, backward each ─► clip ─► AdamW
 
 Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, so that their
-collectives match: one that has run out of trajectories passes a placeholder of weight 0. A single float32 rank on a CPU is
-not wrapped: it has nothing to share, and FSDP2's bookkeeping costs a tiny model between a fifth and a half of its step. Nor is a
-single rank that learns adapters: its base has no masters, and is held in the model's dtype alone.
+collectives match: one that has run out of trajectories passes a placeholder of weight 0. A single rank is not wrapped: it has
+nothing to share, and keeps masters of its own where it computes in narrower numbers (`masters`), or none where it learns adapters
+and holds their base in the model's dtype alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -32,6 +32,7 @@ from drumroll.backends.train.fused_layers import use_fused_layers
 from drumroll.backends.train.group import RankGroup
 from drumroll.backends.train.head import HeadQuestion, can_be_asked
 from drumroll.backends.train.lora import Adapters, LoraOptions, plain_name
+from drumroll.backends.train.masters import Masters
 from drumroll.backends.train.schedule import learning_rate
 from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
@@ -56,12 +57,10 @@ class Fsdp2(TrainBackend):
     class Config(TrainerConfig):
         """Options of `fsdp2`."""
 
-        reshard_after_forward: bool | None = None
-        """Free each layer's gathered weights after its forward pass and gather them again in the backward pass; false keeps them. null:
-        where there is more than one rank."""
-        reduce_every_pass: bool | None = None
-        """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then. null:
-        where there is more than one rank."""
+        reshard_after_forward: bool = True
+        """Free each layer's gathered weights after its forward pass and gather them again in the backward pass; false keeps them."""
+        reduce_every_pass: bool = True
+        """Reduce gradients over the ranks in every micro-batch; false does so once per update, and holds whole gradients until then."""
         timeout_s: PositiveFloat = 600.0
         """A rank that does not answer the others for this long is given up."""
         fused_layers: bool = True
@@ -79,10 +78,8 @@ class Fsdp2(TrainBackend):
             torch.cuda.set_device(self._device)
         else:
             torch.set_num_threads(self.config.threads)
-        has_masters = self.config.lora is None and (self._device.type == "cuda" or self.dtype != "float32")
-        self._sharded = rank.world > 1 or has_masters  # FSDP2 computes in `dtype` on weights in float32; adapters alone do without
-        self._group = RankGroup(rank, self._sharded, self.config.timeout_s)
-        self._reduces_every_pass = self._where_shared(self.config.reduce_every_pass)
+        self._sharded = rank.world > 1
+        self._group = RankGroup(rank, self.config.timeout_s)
         self._model = self._load()
         self._question = HeadQuestion(self._model) if self.head == "lm" and can_be_asked(self._model) else None
         names = _file_names(self._model)
@@ -90,12 +87,17 @@ class Fsdp2(TrainBackend):
         if self._sharded:
             self._shard()
         self._model.to(self._device)
+        has_masters = not self._sharded and self._adapters is None and self.dtype != "float32"
+        self._masters = Masters(self._model, getattr(torch, self.dtype), exact=self._exact_part()) if has_masters else None
         own = dict(self._model.named_parameters(remove_duplicate=False))
+        if self._masters:
+            own = {name: self._masters.of(parameter) for name, parameter in own.items()}
         tensors = {**{plain_name(name): tensor for name, tensor in own.items()}, **dict(self._model.named_buffers())}
         self._tensors = {name: tensors[name] for name in names}
         self._learning = {name: tensor for name, tensor in own.items() if tensor.requires_grad} if self._adapters else self._tensors
         """What training changes, by name: all of `_tensors`, or the adapters."""
-        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        trained = self._masters.all if self._masters else self._model.parameters()
+        self._parameters = [parameter for parameter in trained if parameter.requires_grad]
         self._schedule: Schedule | None = None
         self._num_updates = 0
         self._optimizer = self._fresh_optimizer()
@@ -185,7 +187,7 @@ class Fsdp2(TrainBackend):
         self._optimizer.zero_grad(set_to_none=True)  # a loss that raised may have left some behind
         sums: dict[tuple[str, bool], Tensor] = {}
         for number in range(num_passes):
-            self._reduce_gradients(self._reduces_every_pass or number == num_passes - 1)
+            self._reduce_gradients(self.config.reduce_every_pass or number == num_passes - 1)
             if number < len(plan):
                 self._learn(select(batch, plan[number]), loss, sums)
             else:
@@ -202,6 +204,7 @@ class Fsdp2(TrainBackend):
             for settings in self._optimizer.param_groups:
                 settings["lr"] = lr
             self._optimizer.step()
+            self._spread()
             self._num_updates += 1
             metrics["skipped"] = 0.0
         else:
@@ -286,8 +289,6 @@ class Fsdp2(TrainBackend):
         dtype = getattr(torch, self.dtype)
         for name, tensor in self._tensors.items():
             whole = tensor.detach()
-            if isinstance(whole, DTensor) and self._group.world == 1:
-                whole = whole.to_local()
             if self._adapters:
                 whole = self._adapters.merged(name, whole)
             if whole.is_floating_point():
@@ -352,6 +353,7 @@ class Fsdp2(TrainBackend):
             if extent.what != "weight":
                 self._optimizer.state[tensor][extent.what] = target = _blank(tensor, value)
             _local(target).copy_(value)
+        self._spread()
         torch.set_rng_state(state.rng["cpu"])
         if self._device.type == "cuda" and "cuda" in state.rng:
             torch.cuda.set_rng_state(state.rng["cuda"], self._device)
@@ -416,6 +418,8 @@ class Fsdp2(TrainBackend):
     def to(self, where: Literal["device", "host"]) -> None:
         device = self._device if where == "device" else torch.device("cpu")
         self._model.to(device)
+        if self._masters:
+            self._masters.to(device)
         for moments in self._optimizer.state.values():
             for key, value in moments.items():
                 moments[key] = value.to(device)
@@ -424,7 +428,7 @@ class Fsdp2(TrainBackend):
 
     def close(self) -> None:
         self._group.leave()
-        del self._model, self._optimizer, self._parameters, self._tensors
+        del self._model, self._masters, self._optimizer, self._parameters, self._tensors, self._learning
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -477,29 +481,31 @@ class Fsdp2(TrainBackend):
         return set() if is_classifier else {"score.weight"}
 
     def _shard(self) -> None:
-        """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged.
-
-        A score is computed in float32, because rewards are told apart by less than what narrower numbers round to."""
+        """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32)
         mesh = self._group.mesh()
-        reshards = self._where_shared(self.config.reshard_after_forward)
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-        if self.head == "scalar":
+                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
+        if (score := self._exact_part()) is not None:
             exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-            fully_shard(self._model.score, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+            fully_shard(score, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
         fully_shard(self._model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
 
-    def _where_shared(self, wanted: bool | None) -> bool:
-        """An option that pays only where ranks share the weights, unless it is set."""
-        return self._group.world > 1 if wanted is None else wanted
+    def _exact_part(self) -> nn.Module | None:
+        """What computes in float32: a score, because rewards are told apart by less than what narrower numbers round to."""
+        return self._model.score if self.head == "scalar" else None
+
+    def _spread(self) -> None:
+        """Passes compute with what was learnt."""
+        if self._masters:
+            self._masters.spread()
 
     def _reshard(self) -> None:
         """After passes without gradient the root's gathered weights would outlive the next change of its shards."""

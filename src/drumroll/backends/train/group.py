@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumroll.types import RankInfo
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """This rank's membership. One rank alone needs no network; `connected` asks for a group even then."""
+    """This rank's membership. One rank alone needs no network."""
 
-    def __init__(self, rank: RankInfo, connected: bool, timeout_s: float) -> None:
+    def __init__(self, rank: RankInfo, timeout_s: float) -> None:
         self.rank = rank.rank
         self.world = rank.world
         self._device = torch.device(rank.device)
-        self._joined = (connected or rank.world > 1) and not (rank.world == 1 and dist.is_initialized())
+        self._joined = rank.world > 1
         if self._joined:
             timeout = timedelta(seconds=timeout_s)
-            store = HashStore() if rank.world == 1 else _meet(rank, timeout)
+            store = _meet(rank, timeout)
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout)
 
