@@ -410,18 +410,23 @@ def test_older_weights_are_refused_and_change_nothing(driver: Driver) -> None:
     assert driver.backend.load().version == Version(1, 0)
 
 
-def test_sleep_keeps_tokens_and_needs_an_update_after_waking(driver: Driver) -> None:
+@pytest.mark.parametrize("updates", [False, True])
+def test_sleep_keeps_tokens_and_weights(driver: Driver, updates: bool) -> None:
     request = ask("r", prompt_of(20), seed=4, max_new_tokens=200, temperature=1.2)
     expected = driver.generate(ask("undisturbed", list(request.token_ids), 4, max_new_tokens=200, temperature=1.2))[0].token_ids
     driver.submit(request)
     driver.until(lambda: "r" in driver.replies, wait_s=0.003)
     driver.do(driver.backend.sleep())
-    with pytest.raises(DrumrollError):
+    driver.do(driver.backend.sleep())  # a second time changes nothing
+    with pytest.raises(DrumrollError, match="asleep"):
         driver.do(driver.backend.resume())
+    with pytest.raises(DrumrollError, match="asleep"):
+        driver.update(1)
     driver.do(driver.backend.wake())
-    with pytest.raises(DrumrollError):
-        driver.do(driver.backend.resume())
-    driver.update(1)
+    driver.do(driver.backend.wake())
+    assert driver.backend.load().paused
+    if updates:
+        driver.update(1)
     driver.do(driver.backend.resume())
     assert driver.gather(["r"])[0].token_ids == expected
 

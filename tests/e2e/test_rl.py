@@ -111,16 +111,17 @@ def test_a_run_folder_is_never_overwritten(first: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices"),
+    ("kind", "devices", "offload"),
     [
-        ("colocated", {"actor_train": "0-1", "actor_infer": "0-1"}),
-        ("disjoint", {"actor_train": "0-1", "actor_infer": "2-3"}),
-        ("overlapping", {"actor_train": "0-1", "actor_infer": "1-2"}),
+        ("colocated", {"actor_train": "0-1", "actor_infer": "0-1"}, True),
+        ("disjoint", {"actor_train": "0-1", "actor_infer": "2-3"}, False),
+        ("overlapping", {"actor_train": "0-1", "actor_infer": "1-2"}, True),
     ],
 )
 def test_two_trainers_and_two_engines_learn_the_same_on_every_map(
-    first: RunFolder, tmp_path: Path, kind: str, devices: dict[str, Any]
+    first: RunFolder, tmp_path: Path, kind: str, devices: dict[str, Any], offload: bool
 ) -> None:
-    """Engines sample the same tokens wherever they are; two ranks sum the same gradient in another order."""
-    run = run_tiny(tmp_path, devices=devices, ray={"cpu_slots": 4}, warmup={"compare": False})
+    """Engines sample the same tokens wherever they are, also when they have slept; two ranks sum the same gradient in another order."""
+    waits = {"offload": offload}
+    run = run_tiny(tmp_path, devices=devices, ray={"cpu_slots": 4}, warmup={"compare": False}, trainer=waits, engine=waits)
     assert difference(first, run) < 2e-4, kind

@@ -445,6 +445,8 @@ class TrainerConfig(Variant, ScheduleOptions):
     """Tokens in one forward and backward pass; a longer trajectory gets a pass of its own."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    offload: bool = False
+    """While others compute on the same devices, weights and optimizer state wait in host memory."""
     threads: PositiveInt = 1
     """Of each rank on the CPU. More than one pays only where nothing else wants the cores meanwhile: rollouts that wait for the update
     (`rollout.max_staleness: 0`), a single rank, and models of a million parameters or more."""
@@ -458,6 +460,9 @@ class EngineConfig(Variant):
     """Requests that one engine decodes at the same time."""
     context_tokens: PositiveInt | None = None
     """Longest prompt plus reply; the model's own limit otherwise."""
+    offload: bool = False
+    """While others compute on the same devices, weights wait in host memory, and keys and values are given up, to be computed anew for
+    requests that are not at their end."""
 
 
 EnvChoice = Annotated[SerializeAsAny[EnvConfig], VariantOf("env")]

@@ -275,6 +275,8 @@ class Fleet:
     def push(self, version: Version) -> SyncReport:
         """Hand the trainers' weights over to every engine, checked and acknowledged."""
         with self._arbiter.grant("actor_train"):
+            if self._engines_offload:
+                self.engines.all("wake")
             return self._sync.push(version, cache=self._cfg.rollout.cache_on_update if isinstance(self._cfg, RlConfig) else "recompute")
 
     def digest(self) -> str:
@@ -451,7 +453,15 @@ class Fleet:
             "seed": self._cfg.seed,
             **kwargs,
         }
-        return Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs)
+        cluster = Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs)
+        if self._cfg.trainer.offload:
+            cluster.all("to", "host")
+            self._arbiter.register(
+                role,
+                give_up=lambda ranks: _tell(cluster, ranks, "to", "host"),
+                take=lambda ranks: _tell(cluster, ranks, "to", "device"),
+            )
+        return cluster
 
     def _engines(self, cfg: RlConfig) -> Cluster:
         kwargs = {**self._model("actor_infer", self._model_folder), "engine": cfg.engine.model_dump(mode="json")}
@@ -569,16 +579,22 @@ class Fleet:
         return cfg.critic.resolve_schedule(cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
 
     def _register_engines(self, *, background: bool) -> None:
+        leave = "sleep" if self._engines_offload else "pause"
         self._arbiter.register(
             "actor_infer",
-            give_up=lambda ranks: self._tell_engines("pause", ranks),
-            take=lambda ranks: self._tell_engines("resume", ranks),
+            give_up=lambda ranks: _tell(self.engines, ranks, leave),
+            take=self._resume_engines,
             background=background,
         )
 
-    def _tell_engines(self, method: str, ranks: Sequence[int]) -> None:
-        for future in [self.engines.submit(rank, method) for rank in ranks]:
-            future.result(timeout=self.engines.deadline_s)
+    def _resume_engines(self, ranks: Sequence[int]) -> None:
+        if self._engines_offload:
+            _tell(self.engines, ranks, "wake")
+        _tell(self.engines, ranks, "resume")
+
+    @property
+    def _engines_offload(self) -> bool:
+        return isinstance(self._cfg, RlConfig) and self._cfg.engine.offload
 
     @property
     def _several_updates(self) -> bool:
@@ -617,6 +633,12 @@ def _training_policy(cfg: RlConfig) -> Policy:
 def _soft_targets(sft: SftConfig | None) -> dict[str, Any] | None:
     """What trainers have to know of learning a teacher's distribution."""
     return sft.distill.model_dump(mode="json") if sft is not None and sft.distill is not None else None
+
+
+def _tell(cluster: Cluster, ranks: Sequence[int], method: str, *args: Any) -> None:
+    """Have some workers of a role do something, and wait until they have."""
+    for future in [cluster.submit(rank, method, *args) for rank in ranks]:
+        future.result(timeout=cluster.deadline_s)
 
 
 def _longest_reply(cfg: RlConfig) -> int:

@@ -70,11 +70,11 @@ class InferBackend(ABC):
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Pause and give the device's memory back: tokens are kept, keys and values are not."""
+        """Pause and give the device's memory back: tokens and weights are kept, in host memory, keys and values are not."""
 
     @abstractmethod
     async def wake(self) -> None:
-        """Undo `sleep`, except for weights and caches: an update and `resume` must follow."""
+        """Undo `sleep`, except for keys and values; `resume` must follow. Nothing where the engine is awake."""
 
     @abstractmethod
     def load(self) -> EngineLoad:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drumroll.algo.loss import Loss, needs_of
 from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
+from drumroll.backends.offload import moved, settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.fused_layers import use_fused_layers
@@ -417,14 +419,13 @@ class Fsdp2(TrainBackend):
 
     def to(self, where: Literal["device", "host"]) -> None:
         device = self._device if where == "device" else torch.device("cpu")
-        self._model.to(device)
+        move = partial(moved, device=device)
+        self._model._apply(move)
         if self._masters:
-            self._masters.to(device)
+            self._masters.apply(move)
         for moments in self._optimizer.state.values():
-            for key, value in moments.items():
-                moments[key] = value.to(device)
-        if where == "host" and self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            moments.update({name: move(value) for name, value in moments.items()})
+        settle(self._device)
 
     def close(self) -> None:
         self._group.leave()

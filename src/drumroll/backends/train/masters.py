@@ -7,6 +7,7 @@ Several ranks have their masters sharded, by FSDP2. For one alone that would onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -52,9 +53,12 @@ class Masters:
         narrow, masters = zip(*self._pairs, strict=True)
         torch._foreach_copy_(narrow, masters)
 
-    def to(self, device: torch.device) -> None:
+    def apply(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replace the data of every master, and its gradient's if there is one."""
         for _, master in self._pairs:
-            master.data = master.data.to(device)
+            master.data = move(master.data)
+            if master.grad is not None:
+                master.grad.data = move(master.grad.data)
 
 
 def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:

@@ -452,22 +452,24 @@ class Native(InferBackend):
     def _resume(self) -> None:
         if self._asleep or not self._weights_complete:
             raise WeightSyncError(
-                "resume was refused: the engine has no complete weights (none yet, a failed update, or sleep). Update it first."
+                "resume was refused: the engine is asleep, or has no complete weights (none yet, or a failed update). Wake or update it."
             )
         self._paused = False
 
     def _sleep(self) -> None:
+        if self._asleep:
+            return
         self._drain()
         self._paused = True
         self._asleep = True
-        self._weights_complete = False
         self._refill()
         self._ready_runner.forget(sessions=True)
         self._ready_runner.sleep()
 
     def _wake(self) -> None:
-        self._ready_runner.wake()
-        self._asleep = False
+        if self._asleep:
+            self._ready_runner.wake()
+            self._asleep = False
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumroll.backends.offload import moved
+
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
@@ -76,13 +78,13 @@ class LlamaWeights:
 
     def to(self, device: torch.device) -> None:
         """Move every weight; names go on to stand for parts of the larger ones."""
-        moved: dict[int, Tensor] = {}
+        there_already: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
             base = tensor if tensor._base is None else tensor._base
-            if id(base) not in moved:
-                moved[id(base)] = base.to(device)
-            there = moved[id(base)]
+            if id(base) not in there_already:
+                there_already[id(base)] = moved(base, device)
+            there = there_already[id(base)]
             return there if base is tensor else there[tensor.storage_offset() // tensor.stride(0) :][: tensor.shape[0]]
 
         self.by_name = {name: move(tensor) for name, tensor in self.by_name.items()}

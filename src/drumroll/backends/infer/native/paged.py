@@ -31,6 +31,7 @@ from drumroll.backends.infer.native.runner import (
     signed,
     trial_tokens,
 )
+from drumroll.backends.offload import settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.errors import ConfigError
 
@@ -330,11 +331,11 @@ class PagedRunner(Runner):
         self._attention.clear()
         self._store = None
         self.model.to(torch.device("cpu"))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        settle(self.device)
 
     def wake(self) -> None:
         self.model.to(self.device)
+        settle(self.device)
 
     def _num_pages(self) -> int:
         """As many as were asked for, or as all slots can ever need, or as fit."""

@@ -39,6 +39,7 @@ from drumroll.backends.infer.native.runner import (
     trial_tokens,
 )
 from drumroll.backends.infer.native.whole import WholeModel
+from drumroll.backends.offload import settle
 from drumroll.backends.sampling import processed_logp, sample, uniform
 from drumroll.errors import ConfigError, ModelError
 
@@ -353,8 +354,7 @@ class SlotRunner(Runner):
         """Give the device's memory back."""
         self.cache.drop()
         self.model.to(torch.device("cpu"))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        settle(self.device)
 
     def wake(self) -> None:
         """Back onto the device; the cache comes with the first prefill or decode."""

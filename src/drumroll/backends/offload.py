@@ -1,0 +1,23 @@
+"""Moving tensors between a GPU and host memory, fast enough to do so in every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on that device. A copy that is under way when this returns is over when `torch.cuda.synchronize` has returned.
+
+    Host memory is page-locked, which makes copies several times as fast; torch keeps it for the next time."""
+    if device.type == "cpu" and tensor.is_cuda and not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what was moved from or to a GPU, and give the memory that it no longer needs back to others."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
