@@ -1,10 +1,11 @@
 """How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
 
 python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
-                               [--trl-batch 64] [--set trainer.threads=2]
+                               [--tailed] [--trl-batch 64] [--set trainer.threads=2]
 
 Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
-update, with no reference and nothing stale. Replies end only by their length. A side runs in a process of its own, the sides in turn, as
+update, with no reference and nothing stale. Replies end only by their length, which with `--tailed` has a long tail: the same lengths on
+both sides. A side runs in a process of its own, the sides in turn, as
 often as there are repeats; of each, the median step after the first few counts. Whatever a side uses of the machine's cores is its own
 choice. On a GPU both compute in bfloat16, TRL with `--trl-batch` sequences at a time.
 """
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--shape", default="3m")
     parser.add_argument("--side", choices=["trl"], help="Run this side alone.")
     parser.add_argument("--set", nargs="*", default=["trainer.threads=2"], help="Settings of drumroll's side.")
+    parser.add_argument("--tailed", action="store_true", help="Lengths with a long tail, cut at --new-tokens, the median a tenth of it.")
     parser.add_argument("--trl-batch", type=int, help="Sequences of one of TRL's passes; all of a step if not given.")
     for name, default in (("prompts", 8), ("samples", 8), ("prompt-tokens", 8), ("new-tokens", 32), ("steps", 20), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -42,10 +45,11 @@ def main() -> None:
     for _ in range(arguments.repeats):
         seconds["drumroll"].append(statistics.median(run_drumroll(arguments)))
         seconds["TRL"].append(statistics.median(last_line(sys.executable, __file__, *sys.argv[1:], "--side", "trl")["seconds"]))
-    num_tokens = arguments.prompts * arguments.samples * (arguments.prompt_tokens + arguments.new_tokens)
+    num_samples = arguments.prompts * arguments.samples
     for name, values in seconds.items():
         median = statistics.median(values)
-        print(f"{name:10} {median:7.3f} s a step, {num_tokens / median:8,.0f} tokens/s   ({', '.join(f'{value:.3f}' for value in values)})")
+        times = ", ".join(f"{value:.3f}" for value in values)
+        print(f"{name:10} {median:7.3f} s a step, {3600 * num_samples / median:12,.0f} samples an hour   ({times})")
     print(f"drumroll is {statistics.median(seconds['TRL']) / statistics.median(seconds['drumroll']):.2f} x as fast")
 
 
@@ -58,9 +62,8 @@ def run_drumroll(arguments: argparse.Namespace) -> list[float]:
     """Seconds of every step."""
     workload = ("--prompts", "--samples", "--prompt-tokens", "--new-tokens")
     sizes = [str(part) for name in workload for part in (name, getattr(arguments, name[2:].replace("-", "_")))]
-    figures = last_line(
-        sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps), *sizes, *arguments.set
-    )
+    bench = (sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps))
+    figures = last_line(*bench, *sizes, *(["--tailed"] if arguments.tailed else []), *arguments.set)
     return figures["step_seconds"][WARM_UP - 1 :]  # `bench` leaves the first one out itself
 
 
@@ -76,7 +79,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
     from drumroll.bench.rl import Workload, make_model
 
-    workload = Workload(arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens)
+    workload = Workload(arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens, arguments.tailed)
     batch = arguments.trl_batch or workload.prompts * workload.samples
     num_steps = arguments.steps + WARM_UP
     rng = random.Random(0)
@@ -128,6 +131,22 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
             processing_class=TokenizersBackend.from_pretrained(folder / "model", eos_token="w0"),  # TRL asks for one
             callbacks=[Clock()],
         )
+        numbers = {text: number for number, text in enumerate(prompts)}
+        generate = trainer.model.generate
+
+        def generate_to_lengths(**inputs: Any) -> Any:
+            """Every reply ends at its length: whatever comes after it is the end token."""
+            ids, seen = inputs["input_ids"], Counter[str]()
+            lengths = []
+            for row in ids.tolist():
+                text = " ".join(f"w{token}" for token in row[-workload.prompt_tokens :])
+                lengths.append(workload.length(numbers[text], seen[text]))
+                seen[text] += 1
+            ends = torch.tensor(lengths, device=ids.device) + ids.shape[1]
+            return generate(**inputs, stopping_criteria=[lambda tokens, *_, **__: tokens.shape[1] >= ends])
+
+        if workload.tailed:
+            trainer.model.generate = generate_to_lengths
         trainer.train()
     return {"seconds": [after - before for before, after in pairwise(ends)][WARM_UP:]}
 

@@ -229,6 +229,9 @@ def rl(
     samples: Annotated[int, typer.Option(help="Replies to each.", min=2)] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.", min=1)] = 128,
     new_tokens: Annotated[int, typer.Option(help="Length of every reply.", min=1)] = 512,
+    tailed: Annotated[
+        bool, typer.Option("--tailed", help="Lengths with a long tail, cut at --new-tokens, the median a tenth of it.")
+    ] = False,
     steps: Annotated[int, typer.Option(help="Steps that are measured, after one that is not.", min=1)] = 3,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")] = None,
 ) -> None:
@@ -236,7 +239,7 @@ def rl(
     from drumroll.bench.rl import Workload
     from drumroll.bench.rl import bench as bench_rl
 
-    bench_rl(shape, Workload(prompts, samples, prompt_tokens, new_tokens), steps, overrides or [], out)
+    bench_rl(shape, Workload(prompts, samples, prompt_tokens, new_tokens, tailed), steps, overrides or [], out)
 
 
 @app.command(name="list")

@@ -1,7 +1,7 @@
 """`drumroll bench rl`: whole training steps of a model's shape, through the same pipeline as any run, broken into their phases.
 
-Weights are random, and so are prompts; replies never end before their time, so that every step has the same tokens. The first step warms
-everything up and does not count.
+Weights are random, and so are prompts; replies never end before their time, so that every step has the same tokens; or their lengths have a
+long tail. The first step warms everything up and does not count.
 
 What is reported. *Generation* is new tokens over the time of rollouts. *MFU* is what training would take at the device's peak rate over
 what it took: 6 × parameters for every token, plus 6 × layers × query width × length for causal attention; nothing that is computed a
@@ -11,23 +11,27 @@ second time counts. Memory is the peak of each role's process on its device.
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
 
 from drumroll.config.load import apply_override, check_config
+from drumroll.envs.base import Step
+from drumroll.envs.single_turn import SingleTurn
 from drumroll.errors import ConfigError
 from drumroll.pipelines.start import start
 from drumroll.record.files import read_lines
 from drumroll.registry import nearest
-from drumroll.types import Trajectory
+from drumroll.types import Task, Trajectory
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -57,14 +61,21 @@ class Workload:
     samples: int = 8
     prompt_tokens: int = 128
     new_tokens: int = 512
+    tailed: bool = False
+    """Whether `new_tokens` is only where the longest replies end: lengths are lognormal then, their 99th percentile `new_tokens`, and ten
+    times the median."""
+
+    def length(self, prompt: int, sample: int) -> int:
+        """Of one reply, the same whoever asks."""
+        if not self.tailed:
+            return self.new_tokens
+        drawn = random.Random(f"{prompt} {sample}").lognormvariate(math.log(self.new_tokens / 10), math.log(10) / 2.326)
+        return min(self.new_tokens, max(1, round(drawn)))
 
     @property
     def num_new_tokens(self) -> int:
+        """Of a step whose replies are all of full length."""
         return self.prompts * self.samples * self.new_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prompts * self.samples * (self.prompt_tokens + self.new_tokens)
 
 
 def bench(shape: str, workload: Workload, num_steps: int, overrides: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
@@ -124,7 +135,11 @@ def config_of(folder: Path, workload: Workload, num_steps: int) -> dict[str, Any
 
     rng = random.Random(0)
     tasks = [
-        {"prompt": " ".join(f"w{rng.randrange(500)}" for _ in range(workload.prompt_tokens))} for _ in range(num_steps * workload.prompts)
+        {
+            "prompt": " ".join(f"w{rng.randrange(500)}" for _ in range(workload.prompt_tokens)),
+            "lengths": [workload.length(number, sample) for sample in range(workload.samples)],
+        }
+        for number in range(num_steps * workload.prompts)
     ]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     context = workload.prompt_tokens + workload.new_tokens + 8
@@ -135,6 +150,7 @@ def config_of(folder: Path, workload: Workload, num_steps: int) -> dict[str, Any
         "max_steps": num_steps,
         "model": {"path": str(folder / "model"), "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
         "data": {"train": {"path": str(folder / "tasks.jsonl")}},
+        "env": {"kind": "drumroll.bench.rl:LengthsGiven"},
         "rewards": [{"kind": "drumroll.bench.rl:coin"}],
         "rollout": {
             "groups_per_step": workload.prompts,
@@ -145,6 +161,18 @@ def config_of(folder: Path, workload: Workload, num_steps: int) -> dict[str, Any
         "trainer": {"lr": 1e-6},
         "engine": {"num_slots": min(512, workload.prompts * workload.samples), "context_tokens": context},
     }
+
+
+class LengthsGiven(SingleTurn):
+    """Replies that end where their task says: the first episode of a task at the first of its lengths, and so on."""
+
+    _num_begun: ClassVar[Counter[str]] = Counter()
+
+    async def start(self, task: Task) -> Step:
+        lengths = task.data["lengths"]
+        number = self._num_begun[task.id]
+        self._num_begun[task.id] += 1
+        return replace(await super().start(task), max_new_tokens=lengths[number % len(lengths)])
 
 
 def coin(trajectory: Trajectory) -> float:
@@ -160,18 +188,20 @@ def summarise(lines: Sequence[Mapping[str, Any]], shape: Mapping[str, Any], num_
 
     phases = {name: median([line[f"time/{name}_s"] for line in lines]) for name in PHASES}
     step_s = median([sum(line[f"time/{name}_s"] for name in PHASES) for line in lines])
-    length = workload.prompt_tokens + workload.new_tokens
-    per_token = 6 * num_parameters + 6 * shape["num_hidden_layers"] * shape["hidden_size"] * length
+    num_tokens, num_new_tokens = (median([line[f"batch/{name}"] for line in lines]) for name in ("num_tokens", "num_new_tokens"))
+    num_samples = workload.prompts * workload.samples
+    per_token = 6 * num_parameters + 6 * shape["num_hidden_layers"] * shape["hidden_size"] * num_tokens / num_samples
     peak = next((rate for part, rate in PEAK_FLOPS.items() if part in device_name()), None)
     memory = {name: median([line[name] for line in lines]) for name in lines[-1] if name.startswith("memory/")}
     return {
         "step_s": step_s,
         "step_seconds": [sum(line[f"time/{name}_s"] for name in PHASES) for line in lines],
         **{f"{name}_s": value for name, value in phases.items()},
-        "tokens_per_s": workload.num_tokens / step_s,
-        "generated_per_s": workload.num_new_tokens / phases["rollout"],
-        "trained_per_s": workload.num_tokens / phases["update"],
-        "mfu": None if peak is None else per_token * workload.num_tokens / phases["update"] / peak,
+        "samples_per_hour": 3600 * num_samples / step_s,
+        "tokens_per_s": num_tokens / step_s,
+        "generated_per_s": num_new_tokens / phases["rollout"],
+        "trained_per_s": num_tokens / phases["update"],
+        "mfu": None if peak is None else per_token * num_tokens / phases["update"] / peak,
         "sync_mib": median([line["sync/bytes"] for line in lines]) / 2**20,
         **memory,
     }
@@ -193,7 +223,8 @@ def _show(figures: Mapping[str, Any]) -> None:
     mfu = "" if figures["mfu"] is None else f", MFU {figures['mfu']:.2f}"
     console.print(
         f"{figures['shape']}, {figures['num_parameters'] / 1e6:,.1f} M parameters, {figures['device']}: "
-        f"{figures['tokens_per_s']:,.0f} tokens/s, generation {figures['generated_per_s']:,.0f}/s, "
+        f"{figures['samples_per_hour']:,.0f} samples an hour, {figures['tokens_per_s']:,.0f} tokens/s, "
+        f"generation {figures['generated_per_s']:,.0f}/s, "
         f"training {figures['trained_per_s']:,.0f}/s{mfu}, "
         f"sync of {figures['sync_mib']:,.0f} MiB in {figures['sync_s']:.3f} s"
     )

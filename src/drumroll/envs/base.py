@@ -28,6 +28,8 @@ class Step:
     messages: Sequence[Message] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     """Of a first step with messages: schemas of the tools that the model may call, for the chat template."""
+    max_new_tokens: int | None = None
+    """The reply to this may have no more tokens, where that is less than the sampling allows."""
     state: str | None = None
     """Name of the state that is shown: where two episodes of a task come into equal states, their names are equal. What is shown
     names it otherwise."""
@@ -45,6 +47,8 @@ class Step:
             raise ValueError("a Step shows either a prompt or messages, not both")
         if not self.done and self.prompt is None and self.messages is None:
             raise ValueError("a Step that is not done must show a prompt (it may be empty) or messages")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"a Step's max_new_tokens is at least 1, not {self.max_new_tokens}")
 
 
 class Env(ABC):

@@ -260,7 +260,7 @@ async def _converse(stage: Stage, draft: _Draft) -> StopReason:
             f"the prompt has {len(ids)} tokens, and an episode may have {limits.max_tokens} (`rollout.max_tokens`, `engine.context_tokens`)"
         )
     for turn in range(limits.max_turns):
-        reply, finish = await _generate(stage, draft, turn, state)
+        reply, finish = await _generate(stage, draft, turn, state, step.max_new_tokens)
         if finish == "aborted":
             return "aborted"
         step = await _ask_env(env.step(reply), limits, draft)
@@ -304,10 +304,12 @@ async def _ask_env(call: Awaitable[T], limits: Limits, draft: _Draft) -> T:
     return answer
 
 
-async def _generate(stage: Stage, draft: _Draft, turn: int, state: str) -> tuple[str, FinishReason | None]:
+async def _generate(stage: Stage, draft: _Draft, turn: int, state: str, budget: int | None) -> tuple[str, FinishReason | None]:
     """One reply: its text, and why it ended. Its tokens are in the draft, also if it was cut short."""
     lease = draft.lease
     room = stage.limits.max_tokens - len(draft.token_ids)
+    if budget is not None:
+        room = min(room, budget)
     request = GenRequest(
         id=f"{lease.sample_id}/{lease.attempt}/{turn}",
         token_ids=list(draft.token_ids),

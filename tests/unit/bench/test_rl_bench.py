@@ -36,6 +36,8 @@ def test_figures_follow_from_the_times() -> None:
         "time/update_s": 1.0,
         "time/sync_s": 0.5,
         "sync/bytes": 2**20,
+        "batch/num_tokens": 2 * 4 * 8,
+        "batch/num_new_tokens": 2 * 4 * 5,
         "memory/trainer": 3.0,
     }
     figures = summarise([line, {**line, "time/rollout_s": 4.0}, line], SHAPES["tiny"], 1000, WORKLOAD)
@@ -43,9 +45,20 @@ def test_figures_follow_from_the_times() -> None:
     assert figures["step_seconds"] == [4.0, 6.0, 4.0]
     assert figures["generated_per_s"] == 2 * 4 * 5 / 2.0
     assert figures["tokens_per_s"] == 2 * 4 * 8 / 4.0
+    assert figures["samples_per_hour"] == 3600 * 2 * 4 / 4.0
     assert figures["sync_mib"] == 1.0
     assert figures["memory/trainer"] == 3.0
     assert json.dumps(figures)
+
+
+def test_lengths_with_a_long_tail() -> None:
+    workload = Workload(new_tokens=2000, tailed=True)
+    lengths = sorted(workload.length(prompt, sample) for prompt in range(500) for sample in range(8))
+    assert lengths[2000] == pytest.approx(200, rel=0.1)
+    assert lengths[3900] < 2000 == lengths[-1]
+    assert 0.005 < lengths.count(2000) / len(lengths) < 0.02
+    assert [workload.length(3, sample) for sample in range(8)] == [workload.length(3, sample) for sample in range(8)]
+    assert {WORKLOAD.length(prompt, 0) for prompt in range(9)} == {5}
 
 
 def test_an_unknown_shape_is_refused() -> None:

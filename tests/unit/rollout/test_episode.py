@@ -305,6 +305,17 @@ class TestSeveralTurns:
         assert done.turns[-1].author == "policy"
         assert_token_exact(done, engine)
 
+    def test_an_environment_gives_a_reply_a_budget(self) -> None:
+        engine = Script("abcdef", "ghijkl", "mnopqr")
+        done = run(
+            Scenes(Step(prompt="x", max_new_tokens=2), Step(prompt="y"), Step(prompt="z", max_new_tokens=99), Step(done=True)), engine
+        )
+        budget = LEASE.sampling.max_new_tokens
+        assert [request.sampling.max_new_tokens for request in engine.requests] == [2, budget, budget]
+        assert next(turn.text for turn in done.turns if turn.author == "policy") == "ab"
+        with pytest.raises(ValueError, match="at least 1"):
+            Step(prompt="x", max_new_tokens=0)
+
     @pytest.mark.parametrize("max_tokens", range(9, 16))
     def test_no_episode_outgrows_its_budget(self, max_tokens: int) -> None:
         """An observation that leaves no room for a reply is not shown: the model could not even hold it."""
