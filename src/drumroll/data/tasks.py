@@ -24,6 +24,11 @@ class Demonstration:
     tokenizer: str = ""
     """Whose tokens these are."""
 
+    @property
+    def teaches(self) -> bool:
+        """Whether there is anything in it to imitate."""
+        return any(self.tokens[1]) if self.tokens else any(exchange.is_imitated for exchange in self.exchanges)
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:

@@ -314,4 +314,11 @@ def _prepare_preference(cfg: PreferenceRunConfig) -> PreferenceJob:
 
 
 def _check_demonstrations(cfg: SftConfig, source: SourceConfig | None = None) -> int:
-    return len(load_demonstrations(source or cfg.data, cfg.completion_field))
+    source = source or cfg.data
+    demonstrations = load_demonstrations(source, cfg.completion_field)
+    if not any(demonstration.teaches for demonstration in demonstrations):
+        raise DataError(
+            f"'{source.path}' has nothing to learn from: all of its replies have `imitate: false`, or a `loss_mask` without a single token. "
+            f"Give `data` of `warmup` or `sft` (or `heldout`) replies to imitate."
+        )
+    return len(demonstrations)

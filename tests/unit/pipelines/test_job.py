@@ -61,3 +61,19 @@ def test_a_reward_model_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ModelError, match=r"config\.json"):
         job(tmp_path, [GOOD], {"kind": "reward_model", "model": {"path": str(tmp_path / "model")}})
+
+
+def test_demonstrations_with_nothing_to_imitate_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    tree = {
+        "pipeline": "sft",
+        "model": {"scratch": {"characters": "01"}},
+        "sft": {"data": {"path": str(path)}, "steps": 1},
+    }
+    silent = {"turns": [{"prompt": "0"}, {"reply": "1", "imitate": False}]}
+    masked = {"turns": [{"prompt": "0"}, {"reply": "1"}], "token_ids": [1, 2], "loss_mask": [0, 0]}
+    path.write_text(json.dumps(silent) + "\n" + json.dumps(masked) + "\n")
+    with pytest.raises(DataError, match="nothing to learn from"):
+        prepare(check_config(tree))
+    path.write_text(json.dumps(silent) + "\n" + json.dumps({"prompt": "0", "completion": "1"}) + "\n")
+    prepare(check_config(tree))
