@@ -888,8 +888,6 @@ class RlConfig(RunConfig):
 
     @model_validator(mode="after")
     def repeatable(self) -> RlConfig:
-        if self.deterministic and getattr(self.engine, "threads", 1) > 1:
-            raise ValueError("`deterministic` needs `engine.threads: 1`: several threads add numbers up in an order of their own")
         if self.deterministic and self.engine.kind != "native":
             raise ValueError(f"`deterministic`: the engine '{self.engine.kind}' samples other tokens each time; use `engine.kind: native`")
         timed = [name for name in ("max_staleness", "extra_groups", "extra_samples", "tail_batching") if getattr(self.rollout, name)]

@@ -318,7 +318,7 @@ def _check_demonstrations(cfg: SftConfig, source: SourceConfig | None = None) ->
     demonstrations = load_demonstrations(source, cfg.completion_field)
     if not any(demonstration.teaches for demonstration in demonstrations):
         raise DataError(
-            f"'{source.path}' has nothing to learn from: all of its replies have `imitate: false`, or a `loss_mask` without a single token. "
-            f"Give `data` of `warmup` or `sft` (or `heldout`) replies to imitate."
+            f"'{source.path}' has nothing to learn from: all of its replies have `imitate: false`, or a `loss_mask` without any token. "
+            f"Give `data` of `warmup` or `sft` (or `heldout`) some replies to imitate."
         )
     return len(demonstrations)
