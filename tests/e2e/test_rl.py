@@ -68,6 +68,9 @@ def test_metrics_of_every_step_are_finite_and_named_by_phase(first: RunFolder) -
     for line in steps:
         assert {"update/loss", "update/grad_norm", "update/entropy", "sync/bytes", "time/rollout_s", "rollout/tokens_per_s"} <= line.keys()
         assert line["rollout/num_samples"] == 24.0
+        assert line["mismatch/logp_mean"] <= line["mismatch/logp_max"] < 1e-4, "engines and trainers say the same in float32"
+        assert line["mismatch/ratio_p01"] <= 1.0001
+        assert line["mismatch/ratio_p99"] >= 0.9999
         assert len(line.pop("weights")) == 32  # digits of a digest
         assert all(isinstance(value, int | float) for value in line.values())
     assert list(first.tensorboard.glob("events*"))

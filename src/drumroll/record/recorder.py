@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from math import ceil, nan
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -30,6 +30,13 @@ MAX_IDLE_STEPS = 10
 
 TRAINING = frozenset({"score", "update", "sync", "warmup", "comparison"})
 """Phases in which the trainers work."""
+
+MISMATCH = "mismatch/logp_mean"
+MISMATCH_STEPS = 10
+"""Steps at the beginning that say what is usual."""
+MISMATCH_GROWTH = 5.0
+MISMATCH_ROUNDING = 0.02
+"""A mean difference of log-probabilities that bfloat16 alone can make."""
 
 MAX_NONFINITE = 3
 """Updates in a row with a loss or gradient that is not finite, after which a run goes back or stops."""
@@ -77,6 +84,8 @@ class Recorder:
         self._domains = tuple(cfg.domains) if isinstance(cfg, RlConfig) else ()
         self._pulled = isinstance(cfg, RlConfig) and cfg.algo.kl is not None
         """Whether a reference gives every token a gradient, also where rewards say nothing."""
+        self._first_mismatches: list[float] = []
+        self._warned_of_mismatch = False
         self._scores: dict[EvalStage, Scores] = {}
         self._last_score: float | None = None
         self._last_step = 0
@@ -136,6 +145,7 @@ class Recorder:
         }
         self._metrics.log(step, metrics, weights=weights)
         self._view.step(step, metrics)
+        self._watch_mismatch(step, metrics.get(MISMATCH))
         self._last_step = step
         self.compute.generated += new_tokens
         self.compute.forwarded += sum(sample.num_prompt_tokens + sample.num_new_tokens for sample in samples) + wasted_tokens
@@ -191,6 +201,21 @@ class Recorder:
             self._scores[stage] = scores
             self._metrics.log_evaluation(stage, step, {**(details or {}), **scores})
 
+    def _watch_mismatch(self, step: int, mean: float | None) -> None:
+        """Say it once when trainers and engines drift apart: several times as far as in the run's first steps, and more than rounding."""
+        if mean is None:
+            return
+        if len(self._first_mismatches) < MISMATCH_STEPS:
+            self._first_mismatches.append(mean)
+        usual = max(MISMATCH_ROUNDING, MISMATCH_GROWTH * median(self._first_mismatches))
+        if mean > usual and not self._warned_of_mismatch:
+            self._warned_of_mismatch = True
+            self.warn(
+                f"step {step}: the trainers' log-probabilities differ by {mean:.3g} a token from those that the engines sampled at "
+                f"({MISMATCH}), where {usual / MISMATCH_GROWTH:.2g} was usual. Less staleness, a wider `model.dtype`, or "
+                f"`algo.correction` (docs/algorithms.md) keeps that from spoiling the gradient."
+            )
+
     def _watch_numbers(self, where: str, updates: Sequence[Mapping[str, float]], sample_ids: Sequence[str] = ()) -> None:
         for number, update in enumerate(updates):
             if not update.get("nonfinite"):
@@ -213,6 +238,7 @@ class Recorder:
             "compute": asdict(self.compute),
             "scores": {stage: dict(scores) for stage, scores in self._scores.items()},
             "idle_steps": self._idle_steps,
+            "first_mismatches": list(self._first_mismatches),
             "num_nonfinite": self.num_nonfinite,
             "last_step": self._last_step,
             "seconds": self._timer.totals(),
@@ -223,6 +249,7 @@ class Recorder:
         self.compute = Compute(**state["compute"])
         self._scores = {stage: dict(scores) for stage, scores in state["scores"].items()}
         self._idle_steps = state["idle_steps"]
+        self._first_mismatches = list(state.get("first_mismatches", ()))
         self.num_nonfinite = state["num_nonfinite"]
         self._last_step = state["last_step"]
         self._timer.restore(state["seconds"])
@@ -267,8 +294,9 @@ class Recorder:
 
 
 def mean_of_updates(updates: Sequence[Mapping[str, float]], whose: Literal["update", "critic"] = "update") -> dict[str, float]:
-    """What the updates of a step report, on average."""
-    return {f"{whose}/{name}": fmean(update[name] for update in updates) for name in (updates[0] if updates else ())}
+    """What the updates of a step report, on average. What only one of them reports has a full name of its own."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {name if "/" in name else f"{whose}/{name}": fmean(update[name] for update in updates if name in update) for name in names}
 
 
 def _gravest(updates: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:

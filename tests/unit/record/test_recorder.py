@@ -111,3 +111,22 @@ def test_a_score_is_success_where_known_and_reward_otherwise() -> None:
     assert score([sample(5.0, True), sample(5.0, False)]) == 0.5
     assert score([sample(0.25), sample(0.75), sample(None)]) == 0.5
     assert math.isnan(score([sample(None)]))
+
+
+def test_a_growing_mismatch_is_told_once(make: Any) -> None:
+    recorder = make()
+    said: list[str] = []
+    recorder.warn = said.append
+    with recorder:
+        for step, mean in enumerate([0.001] * 12 + [0.019, 0.03, 0.05], start=1):
+            recorder.log_step(step, [sample(1.0), sample(0.0)], {}, [{"loss": 0.1, "mismatch/logp_mean": mean}, {"loss": 0.3}], "digest")
+        state = recorder.state()
+    lines = read_lines(recorder.folder.metrics_file)
+    assert [line["mismatch/logp_mean"] for line in lines[-2:]] == [0.03, 0.05]
+    assert lines[-1]["update/loss"] == pytest.approx(0.2)
+    assert len(said) == 1
+    assert said[0].startswith("step 14: the trainers' log-probabilities differ by 0.03 a token")
+    again = make()
+    again.load_state(state)
+    with again:
+        assert again.state()["first_mismatches"] == [0.001] * 10

@@ -102,7 +102,8 @@ class TrainBackend(ABC):
         Metrics of each update, the same on every rank: `loss`, `grad_norm` (before clipping), `lr`, `num_tokens`,
         `num_loss_tokens` (in the loss mask), `skipped` (1.0 when nothing was updated), `nonfinite` (1.0 when that was because
         loss or gradient was not finite, rather than for want of weight); and unless there was no weight, as means over the
-        loss mask, `entropy` and the loss's own; and its `weighted` ones as sums with the weights."""
+        loss mask, `entropy` and the loss's own; and its `weighted` ones as sums with the weights. The first update of a policy in RL also
+        says how far it is from what was sampled (`mismatch`)."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -35,6 +35,7 @@ from drumroll.backends.train.group import RankGroup
 from drumroll.backends.train.head import HeadQuestion, can_be_asked
 from drumroll.backends.train.lora import Adapters, LoraOptions, plain_name
 from drumroll.backends.train.masters import Masters
+from drumroll.backends.train.mismatch import mismatch, spread_of
 from drumroll.backends.train.schedule import learning_rate
 from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
@@ -173,14 +174,28 @@ class Fsdp2(TrainBackend):
             for plan, batch in zip(plans, updates, strict=True)
         ]
         metrics: list[Metrics] = []
+        log_ratios: list[Tensor] = []
         for batch, plan, *shards in zip(updates, plans, *self._group.gather(mine), strict=True):
             passes, weights, loss_tokens, tokens = zip(*shards, strict=True)
-            update = self._update(batch, plan, max(passes), sum(weights), sum(loss_tokens), loss)
+            is_first = not metrics and batch.advantages is not None and self.head == "lm"  # later ones have moved away from the engines
+            update = self._update(batch, plan, max(passes), sum(weights), sum(loss_tokens), loss, log_ratios if is_first else None)
             metrics.append({**update, "num_tokens": float(sum(tokens)), "num_loss_tokens": float(sum(loss_tokens))})
+        if metrics:
+            metrics[0] |= mismatch(self._group.gather(spread_of(log_ratios)))
         return metrics
 
-    def _update(self, batch: Batch, plan: list[list[int]], num_passes: int, weight: float, num_tokens: int, loss: Loss) -> Metrics:
-        """One optimizer update; `num_passes`, `weight` and `num_tokens` (of the loss) are those of all ranks together."""
+    def _update(
+        self,
+        batch: Batch,
+        plan: list[list[int]],
+        num_passes: int,
+        weight: float,
+        num_tokens: int,
+        loss: Loss,
+        log_ratios: list[Tensor] | None,
+    ) -> Metrics:
+        """One optimizer update; `num_passes`, `weight` and `num_tokens` (of the loss) are those of all ranks together. `log_ratios` to what
+        was sampled are added where they are wanted."""
         assert self._schedule is not None, "begin comes before train"
         lr = learning_rate(self._schedule, self._num_updates)
         metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped": 1.0, "nonfinite": 0.0}
@@ -191,7 +206,7 @@ class Fsdp2(TrainBackend):
         for number in range(num_passes):
             self._reduce_gradients(self.config.reduce_every_pass or number == num_passes - 1)
             if number < len(plan):
-                self._learn(select(batch, plan[number]), loss, sums)
+                self._learn(select(batch, plan[number]), loss, sums, log_ratios)
             else:
                 (self._score(_placeholder())[0].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
         names = list(sums)
@@ -214,7 +229,7 @@ class Fsdp2(TrainBackend):
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _learn(self, part: Batch, loss: Loss, sums: dict[tuple[str, bool], Tensor]) -> None:
+    def _learn(self, part: Batch, loss: Loss, sums: dict[tuple[str, bool], Tensor], log_ratios: list[Tensor] | None) -> None:
         """Forward, loss and backward of one micro-batch; adds what is to be reported to `sums`, by name and whether a mean over the loss
         mask is to be made of it."""
         fills = _FILLED_IN & set(needs_of(loss))
@@ -222,6 +237,8 @@ class Fsdp2(TrainBackend):
         part = part.to(self._device).with_fields(**{name: about[name] for name in fills})
         if part.old_logp is None and self.head == "lm":
             part = part.with_fields(old_logp=output.detach())
+        if log_ratios is not None:
+            log_ratios.append((output.detach() - part.behaviour_logp).masked_fill(~part.loss_mask, math.nan))
         outcome = loss(output, part)
         total = (outcome.loss * part.weight).masked_fill(~part.loss_mask, 0.0).sum()
         total.backward()  # type: ignore[no-untyped-call]
