@@ -43,10 +43,13 @@ def compute_bytes(dtype: str, kind: Kind) -> int:
     return 2 if dtype == "bfloat16" or (dtype == "auto" and kind == "gpu") else 4
 
 
-def device_memory(role: Role, num_parameters: int, num_devices: int, tp: int, weight_bytes: int) -> Memory:
-    """What each of a role's devices holds: trainers shard everything over all of them, an engine its weights over its `tp`."""
+def device_memory(role: Role, num_parameters: int, num_devices: int, tp: int, weight_bytes: int, *, adapters: bool = False) -> Memory:
+    """What each of a role's devices holds: trainers shard everything over all of them, an engine its weights over its `tp`. Where only
+    `adapters` learn, what they take is hardly anything beside the weights, which a single trainer holds as passes use them."""
     if role in ("actor_train", "critic"):
         shard = -(-num_parameters // num_devices)
+        if adapters:
+            return Memory(weights=shard * (weight_bytes if num_devices == 1 else MASTER_BYTES))
         return Memory(weights=MASTER_BYTES * shard, gradients=MASTER_BYTES * shard, optimizer=2 * MASTER_BYTES * shard)
     return Memory(weights=weight_bytes * -(-num_parameters // (num_devices if role in ("reference", "teacher") else tp)))
 

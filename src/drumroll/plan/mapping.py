@@ -177,7 +177,8 @@ def _teacher_parameters(config: RunConfig) -> int | None:
 
 def _estimate(role: Role, placements: Sequence[Placement], tp: int, num_parameters: int, config: RunConfig) -> Memory:
     num_devices = sum(max(1, len(placement.devices)) for placement in placements)
-    return device_memory(role, num_parameters, num_devices, tp, compute_bytes(config.model.dtype, placements[0].kind))
+    weight_bytes = compute_bytes(config.model.dtype, placements[0].kind)
+    return device_memory(role, num_parameters, num_devices, tp, weight_bytes, adapters=getattr(config.trainer, "lora", None) is not None)
 
 
 def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, tp: int, num_parameters: int, pool: Pool) -> None:
@@ -192,6 +193,8 @@ def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, tp: int
             advice = f"Set `parallel.{role}.tp` to {least} or more"
         else:
             advice = f"Give `devices.{role}` {least} such GPUs or more"
+            if memory.optimizer:
+                advice += ", learn adapters alone (`trainer.lora`)"
         raise PlanError(
             f"`devices.{role}`: {num_parameters / 1e9:.2f} billion parameters, divided by {divided_by}, need at least "
             f"{memory.total / GIB:.1f} GiB of a GPU ({memory}), and {node.title}'s have {node.memory_gib:g} GiB. "

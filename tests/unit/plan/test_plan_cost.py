@@ -75,6 +75,8 @@ def test_known_parameters(tmp_path: Path) -> None:
 
 def test_what_each_device_holds() -> None:
     assert device_memory("actor_train", 1000, 4, 1, 2) == Memory(weights=1000, gradients=1000, optimizer=2000)
+    assert device_memory("actor_train", 1000, 1, 1, 2, adapters=True) == Memory(weights=2000)
+    assert device_memory("actor_train", 1000, 4, 1, 2, adapters=True) == Memory(weights=1000)
     assert device_memory("actor_infer", 1000, 4, 2, 2) == Memory(weights=1000)
     assert device_memory("reference", 1000, 4, 1, 4) == Memory(weights=1000)
     assert (compute_bytes("auto", "gpu"), compute_bytes("auto", "cpu")) == (2, 4)
@@ -85,7 +87,15 @@ def test_a_trainer_that_cannot_fit_is_refused_with_numbers() -> None:
     seven_billion = 7_615_616_512
     with pytest.raises(PlanError) as caught:
         make_plan(rl_config(), parse_pool("1x1x80GiB"), RL_ROLES, num_parameters=seven_billion)
-    for fragment in ("`devices.actor_train`", "7.62 billion", "113.5 GiB", "optimizer 56.7", "80 GiB", "2 such GPUs or more"):
+    for fragment in (
+        "`devices.actor_train`",
+        "7.62 billion",
+        "113.5 GiB",
+        "optimizer 56.7",
+        "80 GiB",
+        "2 such GPUs or more",
+        "`trainer.lora`",
+    ):
         assert fragment in str(caught.value)
     assert make_plan(rl_config(), parse_pool("1x2x80GiB"), RL_ROLES, num_parameters=seven_billion).num_parameters == seven_billion
 
