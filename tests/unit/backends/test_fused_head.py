@@ -52,3 +52,16 @@ def test_tokens_that_are_nearly_impossible_cost_no_numbers() -> None:
     assert entropy.item() == pytest.approx(0.0, abs=1e-6)
     assert torch.isfinite(hidden.grad).all()
     assert torch.isfinite(weight.grad).all()
+
+
+def test_a_head_that_does_not_learn_costs_no_gradient() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+    logp, _ = FusedHead.apply(hidden, weight, torch.tensor([1, 2, 3]), torch.ones(3), False)
+    logp.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+    learning = weight.clone().requires_grad_()
+    again = hidden.detach().clone().requires_grad_()
+    FusedHead.apply(again, learning, torch.tensor([1, 2, 3]), torch.ones(3), False)[0].sum().backward()
+    assert torch.equal(again.grad, hidden.grad)
+    assert learning.grad is not None

@@ -43,7 +43,7 @@ class FusedHead(torch.autograd.Function):
         hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
         _, slope = _functions(hidden.device)
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         rise = of_entropy if ctx.entropy_learns else None
         for rows in _chunks(hidden, weight):
             of_logits = slope(
@@ -56,8 +56,9 @@ class FusedHead(torch.autograd.Function):
                 hidden.dtype,
             )
             torch.mm(of_logits, weight, out=of_hidden[rows])
-            of_weight += of_logits.T @ hidden[rows]
-        return of_hidden, of_weight.to(weight.dtype), None, None, None
+            if of_weight is not None:
+                of_weight += of_logits.T @ hidden[rows]
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
