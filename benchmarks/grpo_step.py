@@ -20,9 +20,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drumroll.bench.rl import Workload
 
 WARM_UP = 2
 """Steps at the beginning that do not count."""
@@ -69,32 +73,15 @@ def run_drumroll(arguments: argparse.Namespace) -> list[float]:
 
 def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every step."""
-    import random
-
-    import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from drumroll.bench.rl import Workload, make_model
 
     workload = Workload(arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens, arguments.tailed)
-    batch = arguments.trl_batch or workload.prompts * workload.samples
-    num_steps = arguments.steps + WARM_UP
-    rng = random.Random(0)
-    prompts = [" ".join(f"w{rng.randrange(500)}" for _ in range(workload.prompt_tokens)) for _ in range(num_steps * workload.prompts)]
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            if not ends:
-                ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
+    prompts = workload.texts(arguments.steps + WARM_UP)
+    clock = make_clock()
 
     def coin(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [float(ids[-1] % 2) for ids in completion_ids]
@@ -102,53 +89,87 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", arguments.shape, workload)
-        config = GRPOConfig(
-            output_dir=str(folder / "run"),
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=workload.prompts * workload.samples // batch,
-            num_generations=workload.samples,
-            max_completion_length=workload.new_tokens,
-            max_steps=num_steps,
-            beta=0.0,
-            learning_rate=1e-6,
-            temperature=1.0,
-            generation_kwargs={"min_new_tokens": workload.new_tokens},
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            bf16=torch.cuda.is_available(),
-            model_init_kwargs={"dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
-            use_cpu=not torch.cuda.is_available(),
-            dataloader_num_workers=0,
-            gradient_checkpointing=False,
-        )
         trainer = GRPOTrainer(
             model=str(folder / "model"),
             reward_funcs=coin,
-            args=config,
+            args=trl_config(folder / "run", workload, arguments),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=TokenizersBackend.from_pretrained(folder / "model", eos_token="w0"),  # TRL asks for one
-            callbacks=[Clock()],
+            callbacks=[clock],
         )
-        numbers = {text: number for number, text in enumerate(prompts)}
-        generate = trainer.model.generate
-
-        def generate_to_lengths(**inputs: Any) -> Any:
-            """Every reply ends at its length: whatever comes after it is the end token."""
-            ids, seen = inputs["input_ids"], Counter[str]()
-            lengths = []
-            for row in ids.tolist():
-                text = " ".join(f"w{token}" for token in row[-workload.prompt_tokens :])
-                lengths.append(workload.length(numbers[text], seen[text]))
-                seen[text] += 1
-            ends = torch.tensor(lengths, device=ids.device) + ids.shape[1]
-            return generate(**inputs, stopping_criteria=[lambda tokens, *_, **__: tokens.shape[1] >= ends])
-
         if workload.tailed:
-            trainer.model.generate = generate_to_lengths
+            trainer.model.generate = to_lengths(trainer.model.generate, prompts, workload)
         trainer.train()
-    return {"seconds": [after - before for before, after in pairwise(ends)][WARM_UP:]}
+    return {"seconds": [after - before for before, after in pairwise(clock.ends)][WARM_UP:]}
+
+
+def trl_config(folder: Path, workload: Workload, arguments: argparse.Namespace) -> Any:
+    import torch
+    from trl import GRPOConfig
+
+    on_gpu, num_samples = torch.cuda.is_available(), workload.prompts * workload.samples
+    batch = arguments.trl_batch or num_samples
+    return GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=num_samples // batch,
+        num_generations=workload.samples,
+        max_completion_length=workload.new_tokens,
+        max_steps=arguments.steps + WARM_UP,
+        beta=0.0,
+        learning_rate=1e-6,
+        temperature=1.0,
+        generation_kwargs={"min_new_tokens": workload.new_tokens},
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        bf16=on_gpu,
+        model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32"},
+        use_cpu=not on_gpu,
+        dataloader_num_workers=0,
+        gradient_checkpointing=False,
+    )
+
+
+def make_clock() -> Any:
+    """A callback of TRL's trainer: `ends` has when the first step began, and when each one ended."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            if not self.ends:
+                self.ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+
+    return Clock()
+
+
+def to_lengths(generate: Callable[..., Any], prompts: Sequence[str], workload: Workload) -> Callable[..., Any]:
+    """`generate`, where every reply ends at its own length: whatever comes after it is the end token."""
+    import torch
+
+    numbers = {text: number for number, text in enumerate(prompts)}
+
+    def generate_to_lengths(**inputs: Any) -> Any:
+        ids, seen = inputs["input_ids"], Counter[str]()
+        lengths = []
+        for row in ids.tolist():
+            text = " ".join(f"w{token}" for token in row[-workload.prompt_tokens :])
+            lengths.append(workload.length(numbers[text], seen[text]))
+            seen[text] += 1
+        ends = torch.tensor(lengths, device=ids.device) + ids.shape[1]
+        return generate(**inputs, stopping_criteria=[lambda tokens, *_, **__: tokens.shape[1] >= ends])
+
+    return generate_to_lengths
 
 
 if __name__ == "__main__":

@@ -28,22 +28,27 @@ def main() -> None:
 
 
 def to_first_line(recipe: str, settings: list[str]) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "run" / "metrics.jsonl"
-        command = (sys.executable, "-m", "drumroll", "train", recipe, f"run_dir={folder}/run", *settings)
+    with tempfile.TemporaryDirectory() as name, (Path(name) / "log").open("w+") as log:
+        command = (sys.executable, "-m", "drumroll", "train", recipe, f"run_dir={name}/run", *settings)
         started = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        with subprocess.Popen(command, stdout=log, stderr=log) as run:
             try:
-                while not metrics.is_file() or not metrics.stat().st_size:
-                    if run.poll() is not None:
-                        raise SystemExit(f"the run ended before its first step:\n{run.stderr.read() if run.stderr else ''}")
-                    if time.perf_counter() - started > PATIENCE_S:
-                        raise SystemExit(f"no step within {PATIENCE_S:g} s")
-                    time.sleep(0.02)
+                wait_for(Path(name) / "run" / "metrics.jsonl", run)
                 return time.perf_counter() - started
+            except TimeoutError as error:
+                log.seek(0)
+                raise SystemExit(f"{error}:\n{log.read()}") from error
             finally:
                 run.terminate()
-                run.communicate()
+
+
+def wait_for(metrics: Path, run: subprocess.Popen[bytes]) -> None:
+    """Until the file holds something."""
+    end = time.perf_counter() + PATIENCE_S
+    while not metrics.is_file() or not metrics.stat().st_size:
+        if run.poll() is not None or time.perf_counter() > end:
+            raise TimeoutError("the run has made no step")
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ class PackedLayout:
         """[N+1]"""
         self.max_length = int(length.max())
         self.stretches = list(_stretches(length, start, device)) if self.max_length >= _LONG else []
+        """Empty where no sequence is long."""
         self.num_calls = 0
 
     def check(self, num_layers: int, model_type: str) -> None:
@@ -127,7 +128,7 @@ def packed_attention(
     packed.num_calls += 1
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        if packed.max_length >= _LONG and sliding_window is None and _has_fast_dense(query.device):
+        if packed.stretches and sliding_window is None and _has_fast_dense(query.device):
             output = _by_stretches(query, key, value, packed, scaling)
         else:
             output = _varlen(query, key, value, packed.offsets, packed.max_length, scaling, sliding_window)

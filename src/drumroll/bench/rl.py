@@ -72,6 +72,11 @@ class Workload:
         drawn = random.Random(f"{prompt} {sample}").lognormvariate(math.log(self.new_tokens / 10), math.log(10) / 2.326)
         return min(self.new_tokens, max(1, round(drawn)))
 
+    def texts(self, num_steps: int) -> list[str]:
+        """The prompts of so many steps."""
+        rng = random.Random(0)
+        return [" ".join(f"w{rng.randrange(500)}" for _ in range(self.prompt_tokens)) for _ in range(num_steps * self.prompts)]
+
     @property
     def num_new_tokens(self) -> int:
         """Of a step whose replies are all of full length."""
@@ -133,13 +138,9 @@ def config_of(folder: Path, workload: Workload, num_steps: int) -> dict[str, Any
     """A run of GRPO on random prompts."""
     import torch
 
-    rng = random.Random(0)
     tasks = [
-        {
-            "prompt": " ".join(f"w{rng.randrange(500)}" for _ in range(workload.prompt_tokens)),
-            "lengths": [workload.length(number, sample) for sample in range(workload.samples)],
-        }
-        for number in range(num_steps * workload.prompts)
+        {"prompt": text, "lengths": [workload.length(number, sample) for sample in range(workload.samples)]}
+        for number, text in enumerate(workload.texts(num_steps))
     ]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     context = workload.prompt_tokens + workload.new_tokens + 8

@@ -152,7 +152,7 @@ def _prepare_rl(cfg: RlConfig) -> RlJob:
             raise DataError(f"domain '{name}' has a share of {domain.share:g} and no training task: no row of `data.train` says {name}.")
         _check_tasks(domain, [*tasks[name], *heldout[name]])
     if cfg.warmup:
-        _check_demonstrations(cfg.warmup)
+        _check_demonstrations("warmup.data", cfg.warmup, cfg.warmup.data)
     if cfg.critic is not None and cfg.critic.path is not None:
         _check_critic(cfg.critic.path, cfg.critic.revision, cfg.model)
     if cfg.teacher is not None:
@@ -293,9 +293,9 @@ def _count(tasks: Mapping[str, Sequence[Task]]) -> str:
 
 
 def _prepare_sft(cfg: SftRunConfig) -> SftJob:
-    num_demonstrations = _check_demonstrations(cfg.sft)
+    num_demonstrations = _check_demonstrations("sft.data", cfg.sft, cfg.sft.data)
     if cfg.heldout:
-        _check_demonstrations(cfg.sft, cfg.heldout)
+        _check_demonstrations("heldout", cfg.sft, cfg.heldout)
     if cfg.teacher is not None:
         _check_teacher(cfg.teacher, cfg.model)
     return SftJob(cfg, num_demonstrations, roles_of(cfg))
@@ -313,12 +313,12 @@ def _prepare_preference(cfg: PreferenceRunConfig) -> PreferenceJob:
     return PreferenceJob(cfg, num_rows, num_heldout, roles_of(cfg))
 
 
-def _check_demonstrations(cfg: SftConfig, source: SourceConfig | None = None) -> int:
-    source = source or cfg.data
+def _check_demonstrations(key: str, cfg: SftConfig, source: SourceConfig) -> int:
+    """How many there are. `key` is where the config names them."""
     demonstrations = load_demonstrations(source, cfg.completion_field)
     if not any(demonstration.teaches for demonstration in demonstrations):
         raise DataError(
-            f"'{source.path}' has nothing to learn from: all of its replies have `imitate: false`, or a `loss_mask` without any token. "
-            f"Give `data` of `warmup` or `sft` (or `heldout`) some replies to imitate."
+            f"`{key}`: '{source.path}' has nothing to learn from: all of its replies have `imitate: false`, or a `loss_mask` without any "
+            f"token. Give some replies to imitate."
         )
     return len(demonstrations)

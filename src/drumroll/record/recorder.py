@@ -207,12 +207,12 @@ class Recorder:
             return
         if len(self._first_mismatches) < MISMATCH_STEPS:
             self._first_mismatches.append(mean)
-        usual = max(MISMATCH_ROUNDING, MISMATCH_GROWTH * median(self._first_mismatches))
-        if mean > usual and not self._warned_of_mismatch:
+        usual = median(self._first_mismatches)
+        if mean > max(MISMATCH_ROUNDING, MISMATCH_GROWTH * usual) and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
             self.warn(
                 f"step {step}: the trainers' log-probabilities differ by {mean:.3g} a token from those that the engines sampled at "
-                f"({MISMATCH}), where {usual / MISMATCH_GROWTH:.2g} was usual. Less staleness, a wider `model.dtype`, or "
+                f"({MISMATCH}), where {usual:.2g} was usual. Less staleness, a wider `model.dtype`, or "
                 f"`algo.correction` (docs/algorithms.md) keeps that from spoiling the gradient."
             )
 

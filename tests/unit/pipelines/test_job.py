@@ -73,7 +73,7 @@ def test_demonstrations_with_nothing_to_imitate_are_refused(tmp_path: Path) -> N
     silent = {"turns": [{"prompt": "0"}, {"reply": "1", "imitate": False}]}
     masked = {"turns": [{"prompt": "0"}, {"reply": "1"}], "token_ids": [1, 2], "loss_mask": [0, 0]}
     path.write_text(json.dumps(silent) + "\n" + json.dumps(masked) + "\n")
-    with pytest.raises(DataError, match="nothing to learn from"):
+    with pytest.raises(DataError, match=r"`sft\.data`: .* has nothing to learn from"):
         prepare(check_config(tree))
     path.write_text(json.dumps(silent) + "\n" + json.dumps({"prompt": "0", "completion": "1"}) + "\n")
     prepare(check_config(tree))

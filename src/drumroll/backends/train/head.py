@@ -9,15 +9,38 @@ batch. Legend: R rows, N numbers of a hidden state, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 LOGITS_PER_CHUNK = 2**28
-"""Logits that are held at the same time, in float32: one GiB, and at most as much for what is computed from them."""
+"""Logits that are held at the same time, in float32: one GiB, and half as much for their gradient on a GPU; torch's own functions take two
+or three times as much beside them."""
+
+WORTH_IT = 2**24
+"""Logits from which on computing them twice is cheaper than holding them."""
+
+
+class Rows(NamedTuple):
+    """What the gradient of a chunk's logits depends on, [r] each."""
+
+    targets: Tensor
+    temperature: Tensor
+    lse: Tensor
+    """The logarithm of the sum of exponentials."""
+    entropy: Tensor
+    of_logp: Tensor
+    of_entropy: Tensor | None
+    """Where entropies learn."""
+
+
+Look = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""([r, V] logits, which it may spend, targets, temperature) → log-probability of the target, entropy, lse, [r] each."""
+Slope = Callable[[Tensor, Rows, torch.dtype], Tensor]
+"""([r, V] logits, which it may spend, what they are asked, dtype) → their gradient, in that dtype."""
 
 
 class FusedHead(torch.autograd.Function):
@@ -28,10 +51,10 @@ class FusedHead(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy_learns: bool
     ) -> tuple[Tensor, Tensor]:
         """[R, N], [V, N], [R], [R] → [R], [R], in float32."""
-        look, _ = _functions(hidden.device)
+        read, _ = _functions(hidden.device)
         logp, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(hidden, weight):
-            logp[rows], entropy[rows], lse[rows] = look(_logits(hidden[rows], weight), targets[rows], temperature[rows])
+            logp[rows], entropy[rows], lse[rows] = read(_logits(hidden[rows], weight), targets[rows], temperature[rows])
         ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
         ctx.entropy_learns = entropy_learns
         if not entropy_learns:
@@ -41,20 +64,13 @@ class FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
-        _, slope = _functions(hidden.device)
+        _, differentiate = _functions(hidden.device)
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         rise = of_entropy if ctx.entropy_learns else None
         for rows in _chunks(hidden, weight):
-            of_logits = slope(
-                _logits(hidden[rows], weight),
-                targets[rows],
-                temperature[rows],
-                lse[rows],
-                of_logp[rows],
-                None if rise is None else (rise[rows], entropy[rows]),
-                hidden.dtype,
-            )
+            asked = Rows(targets[rows], temperature[rows], lse[rows], entropy[rows], of_logp[rows], None if rise is None else rise[rows])
+            of_logits = differentiate(_logits(hidden[rows], weight), asked, hidden.dtype)
             torch.mm(of_logits, weight, out=of_hidden[rows])
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[rows]
@@ -83,28 +99,6 @@ def _functions(device: torch.device) -> tuple[Look, Slope]:
     return look, slope
 
 
-class Look(Protocol):
-    """Of [r, V] logits: log-probability of the target, entropy, and the logarithm of the sum of exponentials, [r] each. May spend them."""
-
-    def __call__(self, logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class Slope(Protocol):
-    """The gradient with respect to [r, V] logits, in `dtype`, from those of log-probabilities and, with the entropies, of entropies. May
-    spend the logits."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-        lse: Tensor,
-        of_logp: Tensor,
-        of_entropy: tuple[Tensor, Tensor] | None,
-        dtype: torch.dtype,
-    ) -> Tensor: ...
-
-
 def look(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A `Look` in torch's own functions."""
     logits = logits.div_(temperature[:, None])
@@ -115,26 +109,16 @@ def look(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, 
     return logp, lse - expected, lse
 
 
-def slope(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    lse: Tensor,
-    of_logp: Tensor,
-    of_entropy: tuple[Tensor, Tensor] | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def slope(logits: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
     """A `Slope` in torch's own functions."""
-    logp = logits.div_(temperature[:, None]).sub_(lse[:, None])
+    logp = logits.div_(rows.temperature[:, None]).sub_(rows.lse[:, None])
     result = logp.exp()
-    if of_entropy is not None:
-        gradient, entropy = of_entropy
-        rise = gradient[:, None] * (logp.masked_fill(result == 0, 0.0) + entropy[:, None])
-        result *= -(of_logp[:, None] + rise)
-    else:
-        result *= -of_logp[:, None]
-    result.scatter_add_(-1, targets[:, None], of_logp[:, None])
-    return result.div_(temperature[:, None]).to(dtype)
+    rise = rows.of_logp[:, None]
+    if rows.of_entropy is not None:
+        rise = rise + rows.of_entropy[:, None] * (logp.masked_fill(result == 0, 0.0) + rows.entropy[:, None])
+    result *= -rise
+    result.scatter_add_(-1, rows.targets[:, None], rows.of_logp[:, None])
+    return result.div_(rows.temperature[:, None]).to(dtype)
 
 
 PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_neox"})
@@ -166,7 +150,7 @@ class HeadQuestion:
     @staticmethod
     def pays(num_rows: int, vocab_size: int) -> bool:
         """Whether there are so many logits that computing them twice is cheaper than holding them."""
-        return num_rows * vocab_size > 2**24
+        return num_rows * vocab_size > WORTH_IT
 
     @contextmanager
     def of(self, targets: Tensor, temperature: Tensor, entropy_learns: bool) -> Iterator[None]:

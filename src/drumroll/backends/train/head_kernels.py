@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drumroll.backends.train.head import Rows
+
 BLOCK = 4096
 """Logits that a program holds."""
 
 
 def look(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`head.Look`."""
+    """A `head.Look`."""
     num_rows, vocab_size = logits.shape
     logp, entropy, lse = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     _look[(num_rows,)](logits, targets, temperature, logp, entropy, lse, vocab_size, BLOCK=BLOCK, num_warps=8)
@@ -49,22 +51,15 @@ def _look(logits, targets, temperature, logp, entropy, lse, vocab_size, BLOCK: t
     tl.store(logp + row, tl.load(begin + tl.load(targets + row)) / warmth - total)
 
 
-def slope(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    lse: Tensor,
-    of_logp: Tensor,
-    of_entropy: tuple[Tensor, Tensor] | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`head.Slope`."""
+def slope(logits: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """A `head.Slope`."""
     num_rows, vocab_size = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    gradient, entropy = of_entropy or (of_logp, of_logp)
+    of_logp = rows.of_logp.contiguous()
+    of_entropy = of_logp if rows.of_entropy is None else rows.of_entropy.contiguous()
     _slope[(num_rows, triton.cdiv(vocab_size, BLOCK))](
-        logits, targets, temperature, lse, of_logp.contiguous(), gradient.contiguous(), entropy, out, vocab_size,
-        ENTROPY_LEARNS=of_entropy is not None, BLOCK=BLOCK, num_warps=8,
+        logits, rows.targets, rows.temperature, rows.lse, of_logp, of_entropy, rows.entropy, out, vocab_size,
+        ENTROPY_LEARNS=rows.of_entropy is not None, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     return out
 

@@ -335,7 +335,6 @@ class PagedRunner(Runner):
 
     def wake(self) -> None:
         self.model.to(self.device)
-        settle(self.device)
 
     def _num_pages(self) -> int:
         """As many as were asked for, or as all slots can ever need, or as fit."""
