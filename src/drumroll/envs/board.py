@@ -75,6 +75,8 @@ class BoardConfig(ActionConfig):
     """Options that all board games have."""
 
     vocabularies: ClassVar[Vocabularies]
+    scenery: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of cells that `coordinates` leaves out."""
 
     chat: bool = True
     """Show chat messages by the user. false: plain text."""
@@ -83,6 +85,9 @@ class BoardConfig(ActionConfig):
     symbols: str | dict[str, str] = "plain"
     """How cells are shown: the name of a vocabulary of the game, or a mapping such as `{player: "@"}` whose symbols take the place of
     its plain ones."""
+    coordinates: bool = False
+    """Say below the board where things are: the symbol, row and column of every cell that is no mere scenery, such as `B23 P41`, counted
+    from 0 at the top left. Models that are bad at counting cells play better with it."""
     moves: tuple[str, str, str, str] = ("Up", "Down", "Left", "Right")
     """What the model calls the moves up, down, left and right. Capital and small letters are the same to the game."""
     prompt_end: str = "\n>"
@@ -227,12 +232,15 @@ class BoardGame(Env, Generic[P]):
 
     def board(self) -> str:
         """The position as lines of symbols."""
-        vocabulary = self.config.vocabulary
-        return "\n".join("".join(vocabulary[cell] for cell in row) for row in self.cells(self.position))
+        vocabulary, cells = self.config.vocabulary, self.cells(self.position)
+        rows = ["".join(vocabulary[cell] for cell in row) for row in cells]
+        return "\n".join([*rows, self._places(cells)] if self.config.coordinates else rows)
 
     def explanation(self) -> str:
         """The game, its symbols, its moves and the form of an answer, in words for the model."""
         legend = ", ".join(f"'{symbol}' {cell.replace('_', ' ')}" for cell, symbol in self.config.vocabulary.items())
+        if self.config.coordinates:
+            legend += ". Below the board: where things are, as symbol, row and column, counted from 0 at the top left"
         moves = ", ".join(self.config.moves)
         form = explain_form(self.config, [self.config.moves[3], self.config.moves[1]])
         return f"{self.about()}\nSymbols: {legend}.\nActions: {moves}.\n{form}\n"
@@ -240,6 +248,18 @@ class BoardGame(Env, Generic[P]):
     def reply_for(self, directions: Sequence[Direction]) -> str:
         """The reply that asks for these moves."""
         return write_actions([self.config.moves[DIRECTIONS.index(direction)] for direction in directions], self.config)
+
+    def _places(self, cells: Sequence[Sequence[str]]) -> str:
+        """Where everything is that is no scenery, one kind after another."""
+        config, separator = self.config, "" if max(len(cells), *map(len, cells)) <= 10 else ","
+        return " ".join(
+            f"{symbol}{row}{separator}{column}"
+            for kind, symbol in config.vocabulary.items()
+            if kind not in config.scenery
+            for row, line in enumerate(cells)
+            for column, cell in enumerate(line)
+            if cell == kind
+        )
 
     def _outcome(self) -> bool | None:
         """Won, lost (also by the number of moves), or going on."""

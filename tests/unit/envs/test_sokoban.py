@@ -1,6 +1,7 @@
 """Sokoban: one rule, levels from seeds that can be solved, and level files."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -247,3 +248,20 @@ def test_options_of_made_levels_have_no_place_beside_level_files():
         Sokoban.Config(levels="levels.txt", boxes=2)
     config = Sokoban.Config(levels="levels.txt")
     assert Sokoban.Config.model_validate(config.model_dump()) == config
+
+
+def test_coordinates_say_where_things_are():
+    env = Sokoban(Sokoban.Config(coordinates=True, width=8, height=8, boxes=2))
+    content = env.begin(3).messages[0]["content"]
+    assert "symbol, row and column" in content
+    *board, places = content.splitlines()[-9:]
+    things = places.split()
+    assert len(things) >= 4
+    assert all(board[int(row)][int(column)] == symbol for symbol, row, column in things)
+    assert sum(cell not in "#_" for row in board for cell in row) == len(things)
+
+
+def test_coordinates_of_large_boards_are_set_apart():
+    env = Sokoban(Sokoban.Config(coordinates=True, width=12, height=12, rules=False))
+    board = env.begin(1).messages[0]["content"].splitlines()
+    assert re.fullmatch(r"(\S\d+,\d+ ?)+", board[-1])

@@ -36,6 +36,7 @@ class Sokoban(BoardGame[Level]):
                 "player_on_target": "N",
             },
         }
+        scenery: ClassVar[frozenset[str]] = frozenset({"floor", "wall"})
         width: Side = 6
         """Columns of a made level, with the walls around it."""
         height: Side = 6
