@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from drumroll.backends.lent import Lent
 from drumroll.cluster.cluster import Cluster
 from drumroll.cluster.session import Session
 from drumroll.cluster.weights import Offer, WeightSync
@@ -292,7 +293,7 @@ class TestWeightSync:
         assert engines.outstanding == (0, 0)
 
     def test_shared_memory_of_another_node_is_refused(self, trainers: Cluster, engines: Cluster) -> None:
-        offer = Offer(Version(0, 1), "another-node", 1, 0, (3, 4, 5), False, "", 0, "", "gloo", 10.0)
+        offer = Offer(Version(0, 1), "another-node", Lent(1, 0, (3, 4, 5), False, 10.0), None)
         with pytest.raises(WeightSyncError, match=r"shared memory of node another- cannot be read on node"):
             engines.on(0, "receive_weights", offer, 0, "shared_memory", "keep")
 

@@ -7,10 +7,8 @@ import multiprocessing
 import pytest
 import torch
 
+from drumroll.backends.buckets import Inbox, Outbox
 from drumroll.backends.checksum import checksum
-from drumroll.cluster.transport import _Inbox as Inbox
-from drumroll.cluster.transport import _Outbox as Outbox
-from drumroll.types import Version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -27,7 +25,7 @@ def test_tensors_arrive_as_they_were_sent() -> None:
     outbox = Outbox(1, None, 100_000, 60.0, "cuda:0")
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    child = context.Process(target=receive, args=(outbox.offer(Version(0, 0), "n"), answers))
+    child = context.Process(target=receive, args=(outbox.lent(), answers))
     child.start()
     for name, tensor in tensors.items():
         outbox.add(name, tensor)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from drumroll.backends.lent import Lent
 from drumroll.cluster.cluster import Cluster
 from drumroll.errors import WeightSyncError, WorkerError
 from drumroll.types import Version
@@ -39,26 +40,26 @@ SHARED_MEMORY = hasattr(os, "memfd_create")
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """A collective group."""
+
+    name: str
+    size: int
+    address: str
+    """`host:port` of the store."""
+    backend: Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """What an engine needs to know to receive one version."""
 
     version: Version
     node: str
     """Ray's id of the node whose shared memory this is."""
-    pid: int
-    key: int
-    """Stands in the shared memory too, so that a wrong one is noticed."""
-    files: tuple[int, ...]
-    """File descriptors in the sender's process: the control block and the buckets."""
-    on_device: bool
-    """Whether the buckets' data stays on the sender's GPU."""
-    group: str
-    """Name of the collective group; empty when there is none."""
-    group_size: int
-    group_address: str
-    """`host:port` where the group meets."""
-    backend: Literal["gloo", "nccl"]
-    deadline_s: float
+    lent: Lent
+    meeting: Meeting | None
+    """Where engines of other nodes come together; None when there are none."""
 
 
 @dataclass(frozen=True, slots=True)

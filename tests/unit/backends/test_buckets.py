@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,29 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drumroll.backends.buckets import NUM_BUCKETS, Inbox, Outbox, compare, digest
 from drumroll.backends.checksum import checksum
-from drumroll.cluster.transport import NUM_BUCKETS, compare, digest
-from drumroll.cluster.transport import _Inbox as Inbox
-from drumroll.cluster.transport import _Outbox as Outbox
-from drumroll.cluster.weights import Sent
 from drumroll.errors import WeightSyncError
-from drumroll.types import Version
 
 shapes = st.lists(st.integers(0, 9), max_size=3)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 
 
-def send(outbox: Outbox, tensors: list[tuple[str, Tensor]]) -> Sent:
+def send(outbox: Outbox, tensors: list[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         buffer = tensor.clone()
         outbox.add(name, buffer)
         buffer.zero_()
-    return outbox.finish()
+    outbox.finish()
 
 
 def receive(outbox: Outbox, index: int) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
     inbox = Inbox()
-    buckets: Iterator[list[tuple[str, Tensor]]] = inbox.shared(outbox.offer(Version(0, 0), "n"), index)
+    buckets: Iterator[list[tuple[str, Tensor]]] = inbox.shared(outbox.lent(), index)
     received = [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket]
     return received, inbox.expected
 
@@ -47,16 +44,16 @@ def test_every_engine_gets_every_tensor(described: list[tuple[list[int], torch.d
     outbox = Outbox(engines, None, bucket_bytes, 10.0)
     with ThreadPoolExecutor(engines) as pool:
         receivers = [pool.submit(receive, outbox, index) for index in range(engines)]
-        sent = send(outbox, tensors)
+        send(outbox, tensors)
         answers = [receiver.result() for receiver in receivers]
     outbox.close()
-    assert sent.num_bytes == sum(tensor.nbytes for _, tensor in tensors)
+    assert outbox.num_bytes == sum(tensor.nbytes for _, tensor in tensors)
     for received, expected in answers:
         assert [name for name, _ in received] == [name for name, _ in tensors]
         for (_, got), (_, tensor) in zip(received, tensors, strict=True):
             assert got.dtype == tensor.dtype
             assert torch.equal(got, tensor)
-        assert digest({name: checksum(tensor) for name, tensor in received}) == digest(expected) == sent.digest
+        assert digest({name: checksum(tensor) for name, tensor in received}) == digest(expected) == digest(outbox.sums)
 
 
 def test_memory_is_bounded_by_the_buckets() -> None:
@@ -75,10 +72,11 @@ def test_a_reader_that_leaves_early_stops_nobody() -> None:
     with ThreadPoolExecutor(2) as pool:
         receiver = pool.submit(receive, outbox, 0)
         sending = pool.submit(send, outbox, [(f"t{i}", torch.ones(8)) for i in range(9)])
-        leaver = Inbox().shared(outbox.offer(Version(0, 0), "n"), 1)
+        leaver = Inbox().shared(outbox.lent(), 1)
         next(leaver)
         leaver.close()
-        assert sending.result().num_tensors == 9
+        sending.result()
+        assert len(outbox.sums) == 9
         assert len(receiver.result()[0]) == 9
     outbox.close()
 
@@ -86,26 +84,27 @@ def test_a_reader_that_leaves_early_stops_nobody() -> None:
 def test_a_reader_that_never_comes_can_be_released() -> None:
     outbox = Outbox(1, None, 16, 10.0)
     outbox.release(0)
-    assert send(outbox, [(f"t{i}", torch.ones(8)) for i in range(9)]).num_tensors == 9
+    send(outbox, [(f"t{i}", torch.ones(8)) for i in range(9)])
+    assert len(outbox.sums) == 9
     outbox.close()
 
 
 def test_a_slow_reader_is_named_at_the_deadline() -> None:
     outbox = Outbox(2, None, 16, 0.05)
     outbox.release(0)
-    with pytest.raises(WeightSyncError, match=r"engines \[1\] on this node did not read bucket 0 within 0.05 s"):
+    with pytest.raises(WeightSyncError, match=r"readers \[1\] on this node did not read bucket 0 within 0.05 s"):
         send(outbox, [(f"t{i}", torch.ones(8)) for i in range(9)])
     outbox.close()
 
 
 def test_readers_learn_that_the_sender_failed() -> None:
     outbox = Outbox(1, None, 16, 10.0)
-    buckets = Inbox().shared(outbox.offer(Version(0, 0), "n"), 0)
+    buckets = Inbox().shared(outbox.lent(), 0)
     outbox.add("a", torch.ones(8))
     outbox.add("b", torch.ones(8))
     assert [name for name, _ in next(buckets)] == ["a"]
     outbox.fail()
-    with pytest.raises(WeightSyncError, match="the sending trainer gave up"):
+    with pytest.raises(WeightSyncError, match="the sender gave up"):
         next(buckets)
     with pytest.raises(WeightSyncError, match="given up"):
         outbox.finish()
@@ -114,13 +113,13 @@ def test_readers_learn_that_the_sender_failed() -> None:
 
 def test_closed_or_foreign_memory_is_refused() -> None:
     outbox, other = Outbox(1, None, 16, 10.0), Outbox(1, None, 16, 10.0)
-    offer = outbox.offer(Version(0, 0), "n")
+    lent = outbox.lent()
     outbox.close()
     with pytest.raises(WeightSyncError, match="cannot be opened"):
-        next(Inbox().shared(offer, 0))
-    swapped = other.offer(Version(0, 0), "n")
+        next(Inbox().shared(lent, 0))
+    swapped = other.lent()
     with pytest.raises(WeightSyncError, match="other shared memory than it offered"):
-        next(Inbox().shared(type(offer)(offer.version, "n", swapped.pid, offer.key, swapped.files, False, "", 0, "", "gloo", 1.0), 0))
+        next(Inbox().shared(replace(swapped, key=lent.key), 0))
     other.close()
 
 
