@@ -34,8 +34,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    config = {**ARCHITECTURES[architecture], **changes}
+LARGER = {"hidden_size": 128, "initializer_range": 0.2}
+"""vLLM's kernels want heads of 32 at least."""
+
+
+def make_model(folder: Path, architecture: str = "llama", seed: int = 0, kind: str = "native", **changes: Any) -> Path:
+    """A model that the engine of that kind can run."""
+    config = {**ARCHITECTURES[architecture], **(LARGER if kind != "native" else {}), **changes}
+    if kind != "native" and "head_dim" in config:
+        config["head_dim"] = 32
     make_scratch(ScratchConfig(architecture=architecture, characters=CHARACTERS, config=config), folder, seed)
     return folder
 
@@ -76,16 +83,32 @@ class Driver:
         self.backend, self.folder, self.patience_s = backend, folder, patience_s
         self.loop = asyncio.new_event_loop()
         self.replies: dict[str, Reply] = {}
+        self.epoch = 0
+        self.num_tokens_before = 0
 
     def do(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 30.0) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout_s))
 
     def update(self, step: int, weights: dict[str, torch.Tensor] | None = None, cache: Any = "keep") -> dict[str, int]:
-        return self.do(self.backend.update(Version(0, step), bucketed(weights or tensors(self.folder)), cache))
+        return self.do(self.backend.update(self.version(step), bucketed(weights or tensors(self.folder)), cache))
+
+    def version(self, step: int) -> Version:
+        return Version(self.epoch, step)
 
     def start(self) -> None:
         self.update(0)
         self.do(self.backend.resume())
+
+    def begin_anew(self) -> None:
+        """As if the engine had just been started."""
+        self.do(self.backend.wake())
+        self.backend.abort([name for name, reply in self.replies.items() if not reply.finishes])
+        self.until(lambda: self.backend.load().num_running + self.backend.load().num_waiting == 0)
+        self.poll(0.0)
+        self.replies.clear()
+        self.epoch = self.backend.load().version.incarnation + 1
+        self.num_tokens_before = self.backend.load().num_tokens_total
+        self.start()
 
     def submit(self, *requests: GenRequest) -> None:
         self.backend.submit(requests)

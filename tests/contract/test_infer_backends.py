@@ -13,26 +13,46 @@ import torch
 from engine_driver import ARCHITECTURES, EOS, Driver, ask, bucketed, engine, make_model, prompt_of, reference, tensors
 
 from drumroll.backends.checksum import checksum
+from drumroll.backends.infer.vllm import check_installed
 from drumroll.backends.sampling import processed_logp
-from drumroll.errors import DrumrollError, WeightSyncError
+from drumroll.errors import DrumrollError, PluginError, WeightSyncError
 from drumroll.registry import REGISTRY
 from drumroll.types import Version
 
 BACKENDS = REGISTRY.names("infer_backend")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "vllm":
+        try:
+            check_installed()
+        except PluginError as error:
+            pytest.skip(f"{error} `make test-vllm` does both.")
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), kind=kind)
+
+
+@pytest.fixture(scope="module")
+def lasting(folder: Path, kind: str) -> Iterator[Driver | None]:
+    """An engine that takes long to start serves one test after another."""
+    if kind == "native":
+        yield None
+        return
+    with engine(folder, kind) as running:
+        yield running
+
+
 @pytest.fixture
-def driver(folder: Path, kind: str) -> Iterator[Driver]:
+def driver(folder: Path, kind: str, lasting: Driver | None) -> Iterator[Driver]:
+    if lasting is not None:
+        lasting.begin_anew()
+        yield lasting
+        return
     with engine(folder, kind) as running:
         yield running
 
@@ -50,7 +70,7 @@ def own_logp(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_is_what_transformers_generates(kind: str, architecture: str, tmp_path: Path) -> None:
-    model_folder = make_model(tmp_path, architecture)
+    model_folder = make_model(tmp_path, architecture, kind=kind)
     prompts = [prompt_of(length) for length in (1, 2, 15, 16, 17, 40, 65, 100)]
     with engine(model_folder, kind) as driver:
         replies = driver.generate(*(ask(str(i), prompt, temperature=0.0, max_new_tokens=30) for i, prompt in enumerate(prompts)))
@@ -100,7 +120,7 @@ def test_more_requests_than_slots_each_finish_exactly_once(driver: Driver) -> No
         assert set(reply.token_version) == {0}
     load = driver.backend.load()
     assert (load.num_running, load.num_waiting) == (0, 0)
-    assert load.num_tokens_total == sum(len(reply.token_ids) for reply in driver.replies.values())
+    assert load.num_tokens_total - driver.num_tokens_before == sum(len(reply.token_ids) for reply in driver.replies.values())
 
 
 def test_the_model_ends_replies_itself(driver: Driver) -> None:
@@ -120,9 +140,11 @@ def test_stop_tokens_and_stop_strings(driver: Driver) -> None:
         ask("text", prompt, seed=3, max_new_tokens=60, stop=("no such text", text_of(driver, free[at - 2 : at + 1]))),
         ask("resumed", prompt, seed=3, max_new_tokens=60, sampled=free[: at - 1], stop=(text_of(driver, free[at - 2 : at + 1]),)),
     )
-    assert by_id.finishes == by_text.finishes == resumed.finishes == ["stop"]
+    assert by_id.finishes == by_text.finishes == ["stop"]
     assert by_id.token_ids == by_text.token_ids == free[: at + 1]
-    assert resumed.token_ids == free[at - 1 : at + 1]
+    if driver.backend.exact_resume:
+        assert resumed.finishes == ["stop"]
+        assert resumed.token_ids == free[at - 1 : at + 1]
 
 
 def text_of(driver: Driver, ids: list[int]) -> str:
@@ -137,8 +159,11 @@ def test_a_resumed_reply_goes_on_as_if_never_interrupted(driver: Driver) -> None
     cuts = range(len(whole.token_ids))
     rests = driver.generate(*(ask(f"cut {cut}", prompt, seed=5, max_new_tokens=40, sampled=whole.token_ids[:cut]) for cut in cuts))
     for cut, rest in zip(cuts, rests, strict=True):
-        assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
-        assert rest.finishes == whole.finishes
+        if driver.backend.exact_resume:
+            assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
+            assert rest.finishes == whole.finishes
+        logp = own_logp(driver.folder, prompt, whole.token_ids[:cut] + rest.token_ids)
+        torch.testing.assert_close(rest.logp, logp[cut:], atol=1e-4, rtol=0)
     complete = driver.generate(ask("complete", prompt, seed=5, max_new_tokens=40, sampled=whole.token_ids))[0]
     assert (complete.token_ids, complete.finishes) == ([], whole.finishes)
 
@@ -338,7 +363,7 @@ def changed(weights: dict[str, torch.Tensor], factor: float) -> dict[str, torch.
 
 
 def test_weights_change_in_place_between_two_tokens(driver: Driver, folder: Path, kind: str, tmp_path: Path) -> None:
-    other = make_model(tmp_path, seed=1)
+    other = make_model(tmp_path, seed=1, kind=kind)
     prompt = prompt_of(10)
     driver.submit(*(ask(f"r{i}", prompt, seed=i, max_new_tokens=200, temperature=1.3) for i in range(8)))
     driver.until(lambda: bool(driver.replies), wait_s=0.005)
@@ -346,7 +371,7 @@ def test_weights_change_in_place_between_two_tokens(driver: Driver, folder: Path
     sums = driver.update(4, tensors(other), "recompute")
     driver.do(driver.backend.resume())
     assert sums == {name: checksum(tensor) for name, tensor in tensors(other).items()}
-    assert driver.backend.load().version == Version(0, 4)
+    assert driver.backend.load().version == driver.version(4)
     mixed = 0
     for reply in driver.gather([f"r{i}" for i in range(8)]):
         split = reply.token_version.count(0)
@@ -381,7 +406,7 @@ def test_a_failed_update_keeps_the_engine_out_of_service(driver: Driver, fault: 
         "source": broken(weights),
     }[fault]
     with pytest.raises((WeightSyncError, OSError)):
-        driver.do(driver.backend.update(Version(0, 1), buckets, "keep"))
+        driver.do(driver.backend.update(driver.version(1), buckets, "keep"))
     driver.submit(ask("after", prompt_of(8), seed=2))
     with pytest.raises(DrumrollError):
         driver.do(driver.backend.resume())
@@ -406,8 +431,9 @@ def test_older_weights_are_refused_and_change_nothing(driver: Driver) -> None:
     reply = driver.generate(ask("after", prompt_of(8), seed=2))[0]
     assert reply.token_ids == expected
     assert set(reply.token_version) == {3}
-    assert driver.do(driver.backend.update(Version(1, 0), bucketed(tensors(driver.folder)), "keep"))
-    assert driver.backend.load().version == Version(1, 0)
+    newer = Version(driver.epoch + 1, 0)
+    assert driver.do(driver.backend.update(newer, bucketed(tensors(driver.folder)), "keep"))
+    assert driver.backend.load().version == newer
 
 
 @pytest.mark.parametrize("updates", [False, True])

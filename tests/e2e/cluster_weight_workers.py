@@ -70,6 +70,9 @@ class InferBackend:
                 sums[name] = checksum(tensor)
         return sums
 
+    def take_peak_bytes(self) -> int:
+        return 0
+
     async def pause(self) -> None:
         self.paused = True
 

@@ -21,3 +21,12 @@ def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def take_peak_bytes(device: str) -> int:
+    """The most GPU memory that this process had in use since the last time; 0 without a GPU."""
+    if not device.startswith("cuda"):
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak

@@ -21,6 +21,7 @@ from torch import Tensor
 from drumroll.backends.buckets import Inbox, Loan, Outbox, borrow, compare, digest, lend
 from drumroll.backends.checksum import checksum
 from drumroll.backends.infer.base import Bucket, Checksums
+from drumroll.backends.offload import take_peak_bytes
 from drumroll.cluster.host import seat
 from drumroll.cluster.weights import Cache, Meeting, Offer, Receipt, Sent, Transport
 from drumroll.errors import WeightSyncError
@@ -165,7 +166,7 @@ class ReceivesWeights:
             with suppress(Exception):
                 await self.backend.pause()
             raise
-        return Receipt(offer.version, digest(received), take_peak_bytes(self.rank.device))
+        return Receipt(offer.version, digest(received), self.backend.take_peak_bytes())
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -190,14 +191,7 @@ class _TakesWeights(Protocol):
 
     async def pause(self) -> None: ...
 
-
-def take_peak_bytes(device: str) -> int:
-    """The most GPU memory that this process had in use since the last time; 0 without a GPU."""
-    if not device.startswith("cuda"):
-        return 0
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
+    def take_peak_bytes(self) -> int: ...
 
 
 class _Group:

@@ -90,6 +90,8 @@ class BoardConfig(ActionConfig):
     from 0 at the top left. Models that are bad at counting cells play better with it."""
     moves: tuple[str, str, str, str] = ("Up", "Down", "Left", "Right")
     """What the model calls the moves up, down, left and right. Capital and small letters are the same to the game."""
+    wait: str | None = None
+    """What the model calls to stay where it is, which counts as a move. null: there is no such move."""
     prompt_end: str = "\n>"
     """Of plain text: what stands between the board and the reply."""
     max_moves: PositiveInt | None = None
@@ -129,15 +131,21 @@ class BoardConfig(ActionConfig):
             raise ValueError(f"`symbols`: every kind of cell needs a symbol of its own, on one line; they are {dict(self.vocabulary)}.")
         return self
 
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """Everything that the model can do."""
+        return self.moves if self.wait is None else (*self.moves, self.wait)
+
     @model_validator(mode="after")
     def moves_can_be_told(self) -> Self:
-        if len(self.directions) < len(DIRECTIONS):
+        if len({name.casefold() for name in self.action_names}) < len(self.action_names):
             raise ValueError(
-                f"`moves`: four different names were expected, for up, down, left and right; they are {', '.join(self.moves)}."
+                f"`moves`, `wait`: different names were expected, for up, down, left, right and staying; they are "
+                f"{', '.join(self.action_names)}."
             )
-        for name in self.moves:
+        for name in self.action_names:
             if read_actions(write_actions([name], self), self).actions != (name,):
-                raise ValueError(f"`moves`: '{name}' cannot be read back from a reply: it is blank, or holds `separator` or `tag`.")
+                raise ValueError(f"`moves`, `wait`: '{name}' cannot be read back from a reply: it is blank, or holds `separator` or `tag`.")
         return self
 
 
@@ -215,7 +223,7 @@ class BoardGame(Env, Generic[P]):
             direction = self.config.directions.get(action.casefold())
             if direction is not None:
                 self.position = self.after(self.position, self.turned(direction))
-            elif action:
+            elif action and action.casefold() != (self.config.wait or "").casefold():
                 unknown.append(action)
             if self._outcome() is not None:
                 break
@@ -241,7 +249,7 @@ class BoardGame(Env, Generic[P]):
         legend = ", ".join(f"'{symbol}' {cell.replace('_', ' ')}" for cell, symbol in self.config.vocabulary.items())
         if self.config.coordinates:
             legend += ". Below the board: where things are, as symbol, row and column, counted from 0 at the top left"
-        moves = ", ".join(self.config.moves)
+        moves = ", ".join(self.config.action_names)
         form = explain_form(self.config, [self.config.moves[3], self.config.moves[1]])
         return f"{self.about()}\nSymbols: {legend}.\nActions: {moves}.\n{form}\n"
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumroll.config.models import EnvConfig
+from drumroll.envs.actions import write_actions
 from drumroll.envs.base import Step
 from drumroll.envs.board import DIRECTIONS, BoardGame, Direction
 from drumroll.errors import PluginError
@@ -57,20 +58,28 @@ class ExpertEpisode:
         return [message for step, reply in self.turns for message in (*(step.messages or ()), {"role": "assistant", "content": reply})]
 
 
-def expert_episode(kind: str, options: Mapping[str, Any], seed: int, *, detour: float = 0.0, max_turns: int = 100) -> ExpertEpisode | None:
+def expert_episode(
+    kind: str, options: Mapping[str, Any], seed: int, *, detour: float = 0.0, hesitation: float = 0.0, max_turns: int = 100
+) -> ExpertEpisode | None:
     """The game of a seed, played by its expert; None where the expert finds no solution.
 
-    A share `detour` of the moves, drawn from the seed, are worse than the expert's, but lose nothing for good. On slippery ice the expert
+    A share `detour` of the moves, drawn from the seed, are worse than the expert's, but lose nothing for good. In a share `hesitation` of
+    the turns the expert waits, which the game must allow (its option `wait`). On slippery ice the expert
     plans as if it were not, and plans again after every slip.
     """
     game = _game(kind, options)
+    if hesitation and game.config.wait is None:
+        raise PluginError(f"env '{kind}': an expert that hesitates needs the option `wait`, such as `wait: W`.")
     step = game.begin(seed)
     plan = game.solve(game.position)
     rng = random.Random(sample_seed(seed, "detours"))
     turns: list[tuple[Step, str]] = []
     while plan is not None and not step.done and len(turns) < max_turns:
-        moves, plan, expected = _turn(game, plan, detour, rng)
-        reply = game.reply_for(moves)
+        if hesitation and rng.random() < hesitation:
+            reply, expected = write_actions([game.config.wait or ""], game.config), game.position
+        else:
+            moves, plan, expected = _turn(game, plan, detour, rng)
+            reply = game.reply_for(moves)
         turns.append((step, reply))
         step = game.play(reply)
         if game.position != expected:

@@ -1,10 +1,12 @@
 """Experts' episodes: what the environment shows, answered in its own words."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from drumroll.config.models import EnvConfig
 from drumroll.envs.experts import expert_episode
@@ -103,3 +105,21 @@ def test_there_is_no_episode_without_a_solution(tmp_path):
 def test_other_environments_have_no_expert():
     with pytest.raises(PluginError, match="only board games"):
         expert_episode("single_turn", {}, 0)
+
+
+def test_an_expert_that_hesitates_waits_and_plays_on():
+    options = {"chat": False, "rules": False, "tag": None, "moves": ["U", "D", "L", "R"], "wait": "W"}
+    patient = expert_episode("sokoban", options, 5, hesitation=0.5)
+    assert patient.success
+    replies = [reply for _, reply in patient.turns]
+    assert [reply for reply in replies if reply != "W"] == [reply for _, reply in expert_episode("sokoban", options, 5).turns]
+    for (shown, reply), (next_shown, _) in pairwise(patient.turns):
+        assert (shown.state == next_shown.state) == (reply == "W")
+    assert patient.last.metrics["invalid_actions"] == 0
+    with pytest.raises(PluginError, match="`wait`"):
+        expert_episode("sokoban", options | {"wait": None}, 5, hesitation=0.5)
+
+
+def test_a_name_for_waiting_must_be_its_own():
+    with pytest.raises(ValidationError, match="different names"):
+        expert_episode("frozen_lake", {"wait": "left"}, 1)

@@ -224,7 +224,7 @@ def test_symbols_can_be_others():
         ({"symbols": {"player": "_"}}, "symbol of its own"),
         ({"symbols": {"player": ""}}, "symbol of its own"),
         ({"symbols": {"player": "\n"}}, "on one line"),
-        ({"moves": ("a", "A", "b", "c")}, "four different names"),
+        ({"moves": ("a", "A", "b", "c")}, "different names were expected"),
         ({"moves": ("a||b", "c", "d", "e")}, "cannot be read back"),
         ({"moves": ("", "c", "d", "e")}, "cannot be read back"),
         ({"map": "4x4", "size": 5}, "`size` has no effect beside `map`"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from drumroll.config.models import EngineConfig
 from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo, Version
@@ -26,6 +26,9 @@ Checksums = dict[str, int]
 
 class InferBackend(ABC):
     """One engine. Built from its options and a model folder, then `setup`, then requests; `close` at the end."""
+
+    exact_resume: ClassVar[bool] = True
+    """A reply that is taken up again from its tokens goes on exactly as if it had never been interrupted."""
 
     def __init__(self, config: EngineConfig, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
         """`dtype` is `float32` or `bfloat16`."""
@@ -79,6 +82,10 @@ class InferBackend(ABC):
     @abstractmethod
     def load(self) -> EngineLoad:
         """What the engine has to do, and which weights it serves; `paused` whenever it may not compute, for whatever reason."""
+
+    @abstractmethod
+    def take_peak_bytes(self) -> int:
+        """The most GPU memory that the engine had in use since the last time; 0 without a GPU."""
 
     @abstractmethod
     async def close(self) -> None:

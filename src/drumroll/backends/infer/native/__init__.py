@@ -5,9 +5,9 @@
     update, pause, ... ── inbox ──────▶ then one step: a prefill call while any request needs one, else decode steps
     poll ◀── tokens under a lock, finished requests wake it ──┘
 
-This module schedules; `request` knows when a reply is over; a `runner` computes, and knows what lies where. Decode steps are *flights*:
-where the runner wants it, the next ones are launched before the last ones are read, and whoever ends in between has computed a little
-too much.
+This module schedules; the desk takes requests in and hands tokens out; a request knows when it is over; a `runner` computes, and
+knows what lies where. Decode steps are *flights*: where the runner wants it, the next ones are launched before the last ones are read,
+and whoever ends in between has computed a little too much.
 Importing this loads neither torch nor transformers: `setup` does.
 """
 
@@ -20,14 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PositiveInt
 
 from drumroll.backends.infer.base import Bucket, Checksums, InferBackend
-from drumroll.backends.infer.native.request import Request
+from drumroll.backends.infer.desk import Desk
+from drumroll.backends.infer.request import Request
 from drumroll.config.models import EngineConfig
 from drumroll.errors import WeightSyncError, WorkerError
 from drumroll.registry import register
@@ -58,16 +58,10 @@ class Native(InferBackend):
         super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)
         self._runner: Runner | None = None
         self._thread: threading.Thread | None = None
-        self._decode_text: Callable[[list[int]], str] | None = None
-        self._no_tokenizer = ""
-        # Shared between threads, under the lock that `_changed` brings.
-        self._changed = threading.Condition()
+        # Shared between threads, under the desk's lock.
+        self._desk = Desk(model_folder, trust_remote_code=trust_remote_code)
         self._inbox: deque[Callable[[], None]] = deque()
-        self._open: dict[str, Request] = {}
-        self._finished: list[Chunk] = []
-        self._pollers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._calls: set[Future[Any]] = set()
-        self._stopped: Exception | None = None
         # The compute thread's own; other threads at most read a number.
         self._version = Version(0, -1)
         self._paused = True
@@ -93,56 +87,20 @@ class Native(InferBackend):
         self._thread.start()
 
     def submit(self, requests: Sequence[GenRequest]) -> None:
-        now = time.monotonic()
-        accepted: list[Request] = []
-        if any(request.sampling.stop for request in requests):
-            self._load_tokenizer()
-        with self._changed:
-            for request in requests:
-                refusal = self._refusal(request)
-                if refusal:
-                    self._finished.append(Chunk(request.id, [], [], [], "error", refusal))
-                    continue
-                decode_text = self._decode_text if request.sampling.stop else None
-                entry = Request.of(request, self._ready_runner.end_ids, self._ready_runner.context, decode_text, now)
-                outcome = entry.outcome()
-                if outcome is not None:  # a resumed reply that was complete already
-                    self._finished.append(entry.take_fresh(outcome))
-                    continue
-                self._open[entry.id] = entry
-                accepted.append(entry)
+        with self._desk.changed:
+            accepted = self._desk.accept(requests, self._ready_runner.limits)
             if accepted:
                 self._inbox.append(lambda: self._accept(accepted))
-                self._changed.notify()
-            if len(accepted) < len(requests):
-                self._wake_pollers()
+                self._desk.changed.notify()
 
     async def poll(self, wait_s: float) -> list[Chunk]:
-        loop = asyncio.get_running_loop()
-        poller = (loop, loop.create_future())
-        with self._changed:
-            must_wait = not self._finished and self._stopped is None
-            if must_wait:
-                self._pollers.append(poller)
-        if must_wait:
-            try:
-                await asyncio.wait([poller[1]], timeout=wait_s)
-            finally:
-                with self._changed:
-                    if poller in self._pollers:
-                        self._pollers.remove(poller)
-        with self._changed:
-            finished, self._finished = self._finished, []
-            chunks = [entry.take_fresh() for entry in self._open.values() if entry.fresh.token_ids] + finished
-            if not chunks and self._stopped is not None:
-                raise self._stopped
-        return chunks
+        return await self._desk.poll(wait_s)
 
     def abort(self, ids: Sequence[str]) -> None:
         unwanted = list(ids)
-        with self._changed:
+        with self._desk.changed:
             self._inbox.append(lambda: self._abort(unwanted))
-            self._changed.notify()
+            self._desk.changed.notify()
 
     async def update(self, version: Version, buckets: Iterator[Bucket], cache: Literal["keep", "recompute"]) -> Checksums:
         return await self._call(lambda: self._update(version, buckets, cache))
@@ -160,11 +118,11 @@ class Native(InferBackend):
         await self._call(self._wake)
 
     def load(self) -> EngineLoad:
-        with self._changed:
+        with self._desk.changed:
             num_running = len(self._running) + len(self._filling)
             return EngineLoad(
                 num_running=num_running,
-                num_waiting=len(self._open) - num_running,
+                num_waiting=len(self._desk.open) - num_running,
                 num_slots=self.config.num_slots,
                 version=self._version,
                 paused=self._paused or not self._weights_complete,
@@ -172,10 +130,15 @@ class Native(InferBackend):
                 busy_s_total=self._busy_s,
             )
 
+    def take_peak_bytes(self) -> int:
+        from drumroll.backends.offload import take_peak_bytes
+
+        return take_peak_bytes(str(self._ready_runner.device))
+
     async def close(self) -> None:
-        with self._changed:
-            self._stopped = self._stopped or WorkerError("the native engine is closed.")
-            self._changed.notify()
+        with self._desk.changed:
+            self._desk.stop(WorkerError("the native engine is closed."), broken=False)
+            self._desk.changed.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         self._runner = None
@@ -191,67 +154,16 @@ class Native(InferBackend):
         """Have the compute thread do something between two steps, and wait for its result."""
         assert self._thread is not None, "the engine is used before setup"
         future: Future[T] = Future()
-        with self._changed:
-            if self._stopped is not None:
-                raise self._stopped
+        with self._desk.changed:
+            if self._desk.stopped is not None:
+                raise self._desk.stopped
             self._calls.add(future)
             self._inbox.append(lambda: _settle(future, function))
-            self._changed.notify()
+            self._desk.changed.notify()
         try:
             return await asyncio.wrap_future(future)
         finally:
             self._calls.discard(future)
-
-    def _wake_pollers(self) -> None:
-        """Called with the lock held."""
-        for loop, waiter in self._pollers:
-            try:
-                loop.call_soon_threadsafe(_release, waiter)
-            except RuntimeError:  # that loop is closed, so nobody waits there
-                continue
-        self._pollers.clear()
-
-    def _refusal(self, request: GenRequest) -> str:
-        """Why a request can never run, or nothing. Called with the lock held."""
-        if self._stopped is not None:
-            return str(self._stopped)
-        runner, sampling = self._ready_runner, request.sampling
-        num_tokens = len(request.token_ids) + len(request.sampled)
-        if request.id in self._open:
-            return f"request '{request.id}' is already in the engine. Give every request an id of its own."
-        if not len(request.token_ids):
-            return f"request '{request.id}' has no prompt tokens. A reply needs at least one token to follow."
-        if num_tokens >= runner.context:
-            return (
-                f"request '{request.id}' has {num_tokens} tokens, which leaves no room in a context of {runner.context}. "
-                f"Shorten it, or raise engine.context_tokens."
-            )
-        for token in (min(*request.token_ids, 0, *request.sampled), max(*request.token_ids, 0, *request.sampled)):
-            if not 0 <= token < runner.vocab_size:
-                return f"request '{request.id}' holds token {token}, expected 0 to {runner.vocab_size - 1}. Was another tokenizer used?"
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            return (
-                f"request '{request.id}': got temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}; expected "
-                f"temperature >= 0, 0 < top_p <= 1, top_k >= 0."
-            )
-        if "" in sampling.stop:
-            return f"request '{request.id}' has an empty stop string, which would end every reply at once. Remove it."
-        if sampling.stop and self._decode_text is None:
-            return f"request '{request.id}' has stop strings, but {self._no_tokenizer}"
-        return ""
-
-    def _load_tokenizer(self) -> None:
-        """Only stop strings need text; the tokenizer comes with the first of them."""
-        if self._decode_text is not None:
-            return
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.model_folder, trust_remote_code=self.trust_remote_code)
-        except Exception as error:
-            self._no_tokenizer = f"no tokenizer can be loaded from '{self.model_folder}': {type(error).__name__}: {error}"
-        else:
-            self._decode_text = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     # -- The compute thread
 
@@ -271,15 +183,11 @@ class Native(InferBackend):
         except BaseException as error:  # whatever it is, nobody may wait for this thread any more
             reason = WorkerError(f"the native engine stopped: {type(error).__name__}: {error}")
             reason.__cause__ = error
-            with self._changed:
-                self._stopped = reason
-                self._finished += [entry.take_fresh("error", str(reason)) for entry in self._open.values()]
-        with self._changed:
-            self._open.clear()
+            self._desk.stop(reason, broken=True)
+        with self._desk.changed:
             for call in list(self._calls):
                 if not call.done():
-                    call.set_exception(self._stopped or WorkerError("the native engine stopped."))
-            self._wake_pollers()
+                    call.set_exception(self._desk.stopped or WorkerError("the native engine stopped."))
 
     def _step(self, runner: Runner) -> None:
         """Whoever can comes in; then a prefill call while any request needs one, else decode steps."""
@@ -293,13 +201,13 @@ class Native(InferBackend):
 
     def _next_actions(self) -> bool:
         """Do what the inbox holds, after waiting for it when there is nothing to compute. False when the engine has stopped."""
-        with self._changed:
-            while not self._inbox and self._stopped is None and not self._can_compute() and not self._is_due():
-                self._changed.wait(self._deadlines[0][0] - time.monotonic() if self._deadlines else None)
+        with self._desk.changed:
+            while not self._inbox and self._desk.stopped is None and not self._can_compute() and not self._is_due():
+                self._desk.changed.wait(self._deadlines[0][0] - time.monotonic() if self._deadlines else None)
             actions, self._inbox = self._inbox, deque()
         for action in actions:
             action()
-        return self._stopped is None
+        return self._desk.stopped is None
 
     def _can_compute(self) -> bool:
         return not self._paused and self._weights_complete and bool(self._running or self._filling or self._waiting or self._flights)
@@ -315,20 +223,20 @@ class Native(InferBackend):
 
     def _abort(self, ids: list[str]) -> None:
         for unwanted in ids:
-            entry = self._open.get(unwanted)
+            entry = self._desk.open.get(unwanted)
             if entry is not None:
                 self._finish(entry, "aborted")
 
     def _expire(self) -> None:
         while self._is_due():
             deadline, request_id = heapq.heappop(self._deadlines)
-            entry = self._open.get(request_id)
+            entry = self._desk.open.get(request_id)
             if entry is not None and entry.deadline == deadline:
                 self._finish(entry, "deadline")
 
     def _finish(self, entry: Request, reason: FinishReason, error: str = "") -> None:
         """The request leaves, wherever it stands; its last chunk waits for the next poll."""
-        with self._changed:
+        with self._desk.changed:
             if entry.slot < 0:
                 self._waiting.remove(entry)
             else:
@@ -336,15 +244,13 @@ class Native(InferBackend):
                 if not was_running:
                     self._filling.remove(entry)
                 self._ready_runner.leave(entry, keep=was_running and reason in ("stop", "length"))
-            del self._open[entry.id]
-            self._finished.append(entry.take_fresh(reason, error))
             if entry.lane >= 0:
                 heapq.heappush(self._lanes, entry.lane)
-            self._wake_pollers()
+            self._desk.finish(entry, reason, error)
 
     def _admit(self, runner: Runner) -> None:
         """Waiting requests take slots, in their order, as long as there is room."""
-        with self._changed:
+        with self._desk.changed:
             while self._waiting and runner.admit(self._waiting[0]):
                 entry = self._waiting.popleft()
                 self._filling.append(entry)
@@ -354,7 +260,7 @@ class Native(InferBackend):
     def _prefill(self, runner: Runner) -> None:
         """One call; whoever needs no further one starts to run."""
         runner.fill(self._filling)
-        with self._changed:
+        with self._desk.changed:
             full = [entry for entry in self._filling if not entry.num_to_fill]
             self._filling = deque(entry for entry in self._filling if entry.num_to_fill)
             self._running.update({entry.slot: entry for entry in full})
@@ -367,7 +273,7 @@ class Native(InferBackend):
         flight = None
         if self._running:
             if runner.tidy(self._running):
-                with self._changed:
+                with self._desk.changed:
                     self._running = {entry.slot: entry for entry in self._running.values()}
             flight = runner.launch(self._running)
         if flight is not None:
@@ -380,7 +286,7 @@ class Native(InferBackend):
         while runner.make_room(list(self._running.values())):
             self._drain()  # what is under way may end requests, and their tokens count
             for entry in runner.make_room(list(self._running.values())):
-                with self._changed:
+                with self._desk.changed:
                     del self._running[entry.slot]
                     runner.leave(entry, keep=True)
                     self._send_back(entry)
@@ -396,7 +302,7 @@ class Native(InferBackend):
         sampled = runner.read(flight)
         step = self._version.step
         done: list[tuple[Request, FinishReason, str]] = []
-        with self._changed:
+        with self._desk.changed:
             for slot, entry in took_part.items():
                 if self._running.get(slot) is not entry:
                     continue
@@ -430,7 +336,7 @@ class Native(InferBackend):
 
     def _refill(self) -> None:
         """Compute the keys and values of every request anew, from its tokens."""
-        with self._changed:
+        with self._desk.changed:
             for entry in (*self._running.values(), *self._filling):
                 self._ready_runner.leave(entry, keep=False)
                 self._send_back(entry)
@@ -478,8 +384,3 @@ def _settle(future: Future[T], function: Callable[[], T]) -> None:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
-
-
-def _release(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -18,14 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from drumroll.backends.infer.desk import limits_of
 from drumroll.backends.infer.native.fused import FusedModel
 from drumroll.backends.infer.native.kernels import PAGE, QUERY_BLOCK, DecodeAttention, SlotState, draw, next_rows, prefill_attention
 from drumroll.backends.infer.native.pages import Holding, PageBook
 from drumroll.backends.infer.native.runner import (
     Runner,
     Sampled,
-    context_of,
-    end_ids_of,
     own_logits,
     refuse_other_logits,
     signed,
@@ -37,7 +36,7 @@ from drumroll.errors import ConfigError
 
 if TYPE_CHECKING:
     from drumroll.backends.infer.native import Native
-    from drumroll.backends.infer.native.request import Request
+    from drumroll.backends.infer.request import Request
 
 STEPS = 8
 """Decode steps of one launch at most."""
@@ -61,18 +60,16 @@ class PagedRunner(Runner):
 
     def __init__(self, model: Any, folder: Path, cfg: Native.Config) -> None:
         self.device = model.device
-        self.context = context_of(model.config, cfg.context_tokens, folder)
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self.end_ids = end_ids_of(model)
+        self.limits = limits_of(model.config, model.generation_config, cfg.context_tokens, folder)
         self._name = type(model).__name__
         self._prefill_tokens = cfg.prefill_tokens or 8192
         self._num_slots = cfg.num_slots
-        self._pages_of_context = -(-self.context // PAGE)
+        self._pages_of_context = -(-self.limits.context // PAGE)
         self._wanted_pages = -(-cfg.cache_tokens // PAGE) if cfg.cache_tokens else None
-        trial = trial_tokens(self.vocab_size, self.context)
+        trial = trial_tokens(self.limits.vocab_size, self.limits.context)
         with torch.inference_mode():
             expected = own_logits(model, trial)
-        self.model = FusedModel(model, self.context)
+        self.model = FusedModel(model, self.limits.context)
         self.state = SlotState(cfg.num_slots, self.device)
         self._rows = torch.full((cfg.num_slots,), self.state.idle, dtype=torch.int32, device=self.device)
         self._positions = torch.zeros(cfg.num_slots, dtype=torch.int32, device=self.device)
@@ -134,7 +131,7 @@ class PagedRunner(Runner):
 
     def _limit(self, entry: Request) -> int:
         """The position from which on nothing needs to be computed: the last token of a reply never is."""
-        return min(self.context, entry.num_prompt_tokens + entry.sampling.max_new_tokens) - 1
+        return min(self.limits.context, entry.num_prompt_tokens + entry.sampling.max_new_tokens) - 1
 
     def _num_unpromised(self) -> int:
         return self.book.num_available - sum(holding.num_promised for holding in self._holdings.values())
@@ -352,8 +349,8 @@ class PagedRunner(Runner):
                 )
         if wanted < self._pages_of_context:
             raise ConfigError(
-                f"engine.context_tokens (got {self.context}): the keys and values of a single request of that length do not fit into "
-                f"{wanted * PAGE} tokens of cache. Lower it, or raise engine.cache_tokens."
+                f"engine.context_tokens (got {self.limits.context}): the keys and values of a single request of that length do not fit "
+                f"into {wanted * PAGE} tokens of cache. Lower it, or raise engine.cache_tokens."
             )
         return wanted
 

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from drumroll.backends.checksum import begin_checksum, checksums
+from drumroll.backends.infer.checklist import Checklist
+from drumroll.backends.infer.desk import Limits
 from drumroll.backends.infer.native.cache import ATTENTION
-from drumroll.errors import ConfigError, ModelError, WeightSyncError
+from drumroll.errors import ModelError
 from drumroll.models.loading import check_complete, load_model
-from drumroll.registry import nearest
 
 if TYPE_CHECKING:
     from drumroll.backends.infer.base import Bucket, Checksums
     from drumroll.backends.infer.native import Native
-    from drumroll.backends.infer.native.request import Request
+    from drumroll.backends.infer.request import Request
 
 Flight: TypeAlias = Any
 """Decode steps that were launched and not read yet; each runner has its own kind."""
@@ -41,10 +42,7 @@ class Runner(ABC):
     """A model with keys and values of the requests that it works on."""
 
     device: torch.device
-    context: int
-    """Longest prompt plus reply."""
-    vocab_size: int
-    end_ids: frozenset[int]
+    limits: Limits
     num_ahead: int
     """Launches that should be under way when the oldest is read, so that the device never waits for the host."""
     optional: frozenset[str] = frozenset()
@@ -109,29 +107,17 @@ class Runner(ABC):
         """Back onto the device, except for keys and values."""
 
     def take_weights(self, buckets: Iterator[Bucket]) -> Checksums:
-        """Copy every parameter in place, strictly: each exactly once, under any of its names, in its own shape."""
+        """Copy every parameter in place, strictly."""
         sums: Checksums = {}
-        taken: dict[int, str] = {}
-        targets = self.weights()
+        checklist = Checklist(self.weights(), self.optional)
         for received in buckets:
             begun: dict[str, Tensor] = {}
             for name, tensor in received:
-                target = targets.get(name)
-                if target is None:
-                    raise WeightSyncError(f"'{name}' is no tensor of the model.{nearest(name, targets)}")
-                if target.shape != tensor.shape:
-                    raise WeightSyncError(f"'{name}' arrived with shape {tuple(tensor.shape)}, expected {tuple(target.shape)}.")
-                if id(target) in taken:
-                    raise WeightSyncError(f"'{name}' arrived a second time (first as '{taken[id(target)]}').")
-                taken[id(target)] = name
+                target = checklist.tick(name, tensor)
                 target.copy_(tensor)
                 begun[name] = begin_checksum(target if target.dtype == tensor.dtype else tensor.to(self.device))
             sums.update(zip(begun, checksums(list(begun.values())), strict=True))  # a bucket is read through before the next is asked for
-        missing = [name for name, target in targets.items() if id(target) not in taken and name not in self.optional]
-        if missing:
-            raise WeightSyncError(
-                f"{len(missing)} of the model's tensors did not arrive: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}"
-            )
+        checklist.complete()
         return sums
 
 
@@ -181,26 +167,7 @@ def trial_tokens(vocab_size: int, context: int) -> list[int]:
     return [i * 7 % vocab_size for i in range(min(24, context - 1))]
 
 
-def context_of(config: Any, wanted: int | None, folder: Path) -> int:
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    if wanted is None and limit is None:
-        raise ConfigError(f"engine.context_tokens: '{folder}' names no limit of its own, so set one.")
-    if wanted is not None and limit is not None and wanted > limit:
-        raise ConfigError(f"engine.context_tokens: got {wanted}, but the model's max_position_embeddings is {limit}. Lower it.")
-    return wanted or limit or 0
-
-
-def end_ids_of(model: Any) -> frozenset[int]:
-    own = model.config.get_text_config().eos_token_id
-    return _ids(own) | _ids(getattr(model.generation_config, "eos_token_id", None))
-
-
 def signed(seed: int) -> int:
     """The seed's 64 bits as the int64 that torch can hold."""
     seed &= (1 << 64) - 1
     return seed - ((seed >> 63) << 64)
-
-
-def _ids(value: int | list[int] | None) -> frozenset[int]:
-    """Configs give end tokens as nothing, a number or a list."""
-    return frozenset([value] if isinstance(value, int) else value or ())

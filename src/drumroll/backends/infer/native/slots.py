@@ -25,14 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drumroll.backends.infer.desk import limits_of
 from drumroll.backends.infer.native.cache import SlotCache
 from drumroll.backends.infer.native.layers import why_not_taken
 from drumroll.backends.infer.native.lean import LeanModel
 from drumroll.backends.infer.native.runner import (
     Runner,
     Sampled,
-    context_of,
-    end_ids_of,
     own_logits,
     refuse_other_logits,
     signed,
@@ -45,7 +44,7 @@ from drumroll.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from drumroll.backends.infer.native import Native
-    from drumroll.backends.infer.native.request import Request
+    from drumroll.backends.infer.request import Request
 
 ROW_STEP = 16
 """Decode's rows come in multiples of this; smaller matrix products may round differently."""
@@ -118,12 +117,10 @@ class SlotRunner(Runner):
 
     def __init__(self, model: Any, folder: Path, cfg: Native.Config) -> None:
         self.device = model.device
-        self.context = context_of(model.config.get_text_config(), cfg.context_tokens, folder)
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self.end_ids = end_ids_of(model)
+        self.limits = limits_of(model.config, model.generation_config, cfg.context_tokens, folder)
         self.optional = frozenset(name for name, _ in model.named_buffers())
         self.num_rows = _rows(cfg.num_slots)
-        self.cache = SlotCache(self.num_rows, cache_length(self.context))
+        self.cache = SlotCache(self.num_rows, cache_length(self.limits.context))
         self._prefill_tokens = cfg.prefill_tokens or (256 if self.device.type == "cpu" else 8192)
         self._places = torch.arange(self.cache.capacity, device=self.device)
         # One column for each slot; columns are written when a request enters or leaves, and advance on the device.
@@ -367,15 +364,15 @@ class SlotRunner(Runner):
         """Take the model, and compare a short text's logits with those of its own forward, so that a model which is not served rightly is
         refused by name. Allocates the cache."""
         name = type(model).__name__
-        tokens = trial_tokens(self.vocab_size, self.context)
+        tokens = trial_tokens(self.limits.vocab_size, self.limits.context)
         try:
             expected = own_logits(model, tokens)
-            self.model = WholeModel(model) if why_not_taken(model) else LeanModel(model, self.context)
+            self.model = WholeModel(model) if why_not_taken(model) else LeanModel(model, self.limits.context)
             got = self._logits(tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"engine.num_slots (got {self.num_rows}) times engine.context_tokens (got {self.context}): the keys and values of so many "
-                f"tokens do not fit beside the model into the memory of {self.device}. Lower one of them."
+                f"engine.num_slots (got {self.num_rows}) times engine.context_tokens (got {self.limits.context}): the keys and values of "
+                f"so many tokens do not fit beside the model into the memory of {self.device}. Lower one of them."
             ) from error
         except ModelError:
             raise

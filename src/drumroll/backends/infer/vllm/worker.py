@@ -1,0 +1,53 @@
+"""What drumroll adds to vLLM's own workers: they take weights from the memory of the process that feeds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumroll.backends.buckets import Inbox, compare
+from drumroll.backends.checksum import begin_checksum, checksums
+from drumroll.backends.infer.base import Checksums
+from drumroll.backends.lent import Lent
+from drumroll.backends.offload import take_peak_bytes
+
+
+class TakesWeights:
+    """Mixed into vLLM's worker class by `worker_extension_cls`; its methods are called through `collective_rpc`."""
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+
+    def drumroll_take_weights(self, pid: int, key: int, files: list[int], on_device: bool, deadline_s: float) -> tuple[dict[str, int], int]:
+        """Every tensor's checksum, as it arrived here, and the most GPU memory that was in use since the last time."""
+        inbox, sums = Inbox(), Checksums()
+        lent = Lent(pid, key, tuple(files), on_device, deadline_s)
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            for bucket in inbox.shared(lent, self.rank, self.device):
+                # vLLM may hold on to a tensor until its layer is complete, which can be after the bucket is filled anew.
+                own = [(name, tensor.to(self.device, copy=True)) for name, tensor in bucket]
+                sums.update(zip((name for name, _ in own), checksums([begin_checksum(tensor) for _, tensor in own]), strict=True))
+                yield from own
+
+        tied = self._tied()
+        self.model_runner.reload_weights(weights_iterator=arriving())
+        if tied is not None and self.device.type == "cpu":  # its head computes with a packed copy, which a reload leaves as it was
+            head, embeddings = tied
+            head.weight = embeddings.weight
+            head.quant_method.process_weights_after_loading(head)
+        compare(inbox.expected, sums, f"vLLM's worker {self.rank}")
+        return sums, take_peak_bytes(str(self.device))
+
+    def _tied(self) -> tuple[Any, Any] | None:
+        """The model's head and the embeddings that it shares its weights with."""
+        model = self.model_runner.get_model()
+        head = getattr(model, "lm_head", None)
+        weight = getattr(head, "weight", None)
+        others = (module for module in model.modules() if module is not head and getattr(module, "weight", None) is weight)
+        embeddings = None if weight is None else next(others, None)
+        return None if embeddings is None else (head, embeddings)
