@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels chaos simulate lint types unit docs clean
+.PHONY: help install demo test test-kernels test-vllm chaos simulate lint types unit docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,6 +31,17 @@ test-kernels: install  ## The GPU kernels in Triton's interpreter, on the CPU (a
 	test -d $(KERNELS)/triton || $(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) triton==3.9.0
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest tests/contract/test_infer_paged.py tests/unit/backends/test_head_kernels.py
 
+VLLM := .venv-vllm
+
+$(VLLM)/.installed: requirements-vllm.lock pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -r requirements-vllm.lock
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $(VLLM)/.installed
+
+test-vllm: $(VLLM)/.installed  ## The vLLM engine on the CPU, in an environment of its own (.venv-vllm; about 8 minutes after installing)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/contract/test_infer_backends.py tests/contract/test_infer_vllm.py tests/e2e/test_vllm_runs.py -k vllm
+
 chaos: install  ## Kill runs at 50 random points, through Ray and inside one process, and compare (about 30 minutes)
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
 	$(BIN)/python tests/e2e/chaos.py $$(mktemp -d) --kills 50 --seed 11
@@ -52,4 +63,4 @@ unit: install  ## The test suite
 	$(BIN)/python -m pytest
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) $(KERNELS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(KERNELS) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

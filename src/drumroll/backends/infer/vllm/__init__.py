@@ -3,7 +3,7 @@
     event loop           this engine's thread, with a loop of its own           vLLM's processes
     submit, abort ─────▶ a queue, lanes; at most `num_slots` requests go on ──▶ schedule, compute, sample
     poll ◀── the desk ── tokens of each request, with the version they are of ◀─┘
-    update ────────────▶ freeze ── buckets in shared or device memory ────────▶ `worker.TakesWeights`
+    update ────────────▶ freeze ── buckets in shared or device memory ────────▶ `worker.DrumrollWorker`
 
 Requests stay frozen inside vLLM while it is paused or takes weights, and go on from their keys and values; to compute those anew, vLLM
 takes all requests back into its queue. A version's requests share prefixes with one another and with no older ones (`cache_salt`).
@@ -46,7 +46,7 @@ SUPPORTED = ((0, 26), (0, 33))
 
 BUCKET_BYTES = 256 * 2**20
 DEADLINE_S = 600.0
-WORKER = "drumroll.backends.infer.vllm.worker.TakesWeights"
+WORKER = "drumroll.backends.infer.vllm.worker.DrumrollWorker"
 
 
 @register.infer_backend("vllm")
@@ -180,6 +180,7 @@ class Vllm(InferBackend):
             from vllm.v1.engine.async_llm import AsyncLLM
 
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+            await self._llm.collective_rpc("drumroll_stay_with", args=(os.getpid(),))
         except BaseException as error:
             ready.set_exception(WorkerError(f"vLLM did not start: {type(error).__name__}: {error}"))
             return

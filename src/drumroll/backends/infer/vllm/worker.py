@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +19,10 @@ from drumroll.backends.infer.base import Checksums
 from drumroll.backends.lent import Lent
 from drumroll.backends.offload import take_peak_bytes
 
+WATCH_S = 0.5
 
-class TakesWeights:
+
+class DrumrollWorker:
     """Mixed into vLLM's worker class by `worker_extension_cls`; its methods are called through `collective_rpc`."""
 
     rank: int
@@ -42,6 +49,20 @@ class TakesWeights:
             head.quant_method.process_weights_after_loading(head)
         compare(inbox.expected, sums, f"vLLM's worker {self.rank}")
         return sums, take_peak_bytes(str(self.device))
+
+    def drumroll_stay_with(self, owner: int) -> None:
+        """End with the process that owns the engine, however that ends: vLLM by itself would stay, and keep the GPU."""
+        own, parent = os.getpid(), os.getppid()
+        doomed = [own] if parent == owner else [parent, own]  # several workers are children of vLLM's core, a single one is the core itself
+
+        def watch() -> None:
+            while os.path.exists(f"/proc/{owner}"):
+                time.sleep(WATCH_S)
+            for pid in doomed:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        threading.Thread(target=watch, name="drumroll-watch", daemon=True).start()
 
     def _tied(self) -> tuple[Any, Any] | None:
         """The model's head and the embeddings that it shares its weights with."""

@@ -1,0 +1,104 @@
+"""What only the vLLM engine has: processes of its own, versions that it knows, an installation that may be missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_driver import ask, engine, make_model, prompt_of
+
+from drumroll.backends.infer.vllm import Vllm, check_installed
+from drumroll.errors import PluginError, WorkerError
+from vllm_processes import vllm_processes
+
+
+def installed() -> bool:
+    try:
+        check_installed()
+    except PluginError:
+        return False
+    return True
+
+
+needs_vllm = pytest.mark.skipif(not installed(), reason="vLLM is not installed; `make test-vllm` installs it")
+
+
+def test_a_missing_vllm_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nothing(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    with pytest.raises(PluginError, match=r"pip install 'drumroll\[vllm\]'"):
+        Vllm(Vllm.Config(), tmp_path, "float32")
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu"])
+def test_supported_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    check_installed()
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0rc1", "1.0"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    with pytest.raises(PluginError, match=r"expected at least 0\.26 and below 0\.33"):
+        check_installed()
+
+
+@needs_vllm
+def test_an_engine_whose_process_dies_says_so_and_accepts_nothing_more(tmp_path: Path) -> None:
+    with engine(make_model(tmp_path, kind="vllm"), "vllm") as driver:
+        driver.submit(*(ask(str(i), prompt_of(5), seed=i, max_new_tokens=240, stop_token_ids=()) for i in range(8)))
+        driver.until(lambda: bool(driver.replies), wait_s=0.01)
+        for pid in vllm_processes("VLLM::EngineCore"):
+            os.kill(pid, signal.SIGKILL)
+        for reply in driver.gather(str(i) for i in range(8)):
+            assert reply.finishes[0] in ("error", "stop", "length")
+            assert ("the vLLM engine stopped" in reply.error) == (reply.finishes == ["error"])
+        with pytest.raises(WorkerError, match="the vLLM engine stopped"):
+            driver.until(lambda: False)
+        driver.submit(ask("late", prompt_of(5)))
+        assert "stopped" in driver.gather(["late"])[0].error
+        with pytest.raises(WorkerError, match="stopped"):
+            driver.update(1)
+    assert gone(vllm_processes)
+
+
+@needs_vllm
+def test_nothing_of_vllm_outlives_the_process_that_owns_it(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+if __name__ == "__main__":
+    from pathlib import Path
+    from engine_driver import engine, make_model
+    with engine(make_model(Path({str(tmp_path / "model")!r}), kind="vllm"), "vllm"):
+        print("ready", flush=True)
+        time.sleep(100)
+"""
+    )
+    owner = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    while "ready" not in (line := owner.stdout.readline()):
+        assert line, "it ended before it was ready"
+    assert vllm_processes()
+    owner.kill()
+    owner.wait()
+    assert gone(vllm_processes)
+
+
+def gone(processes: Callable[[], list[int]]) -> bool:
+    """Whether they all end within a while."""
+    end = time.monotonic() + 20
+    while processes() and time.monotonic() < end:
+        time.sleep(0.1)
+    return not processes()
