@@ -30,13 +30,13 @@ def installed() -> bool:
 needs_vllm = pytest.mark.skipif(not installed(), reason="vLLM is not installed; `make test-vllm` installs it")
 
 
-def test_a_missing_vllm_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_vllm_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(package: str) -> str:
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", nothing)
     with pytest.raises(PluginError, match=r"pip install 'drumroll\[vllm\]'"):
-        Vllm(Vllm.Config(), tmp_path, "float32")
+        Vllm.Config()
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu"])

@@ -24,9 +24,9 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from drumroll.backends.infer.base import Bucket, Checksums, InferBackend
 from drumroll.backends.infer.desk import Desk, Limits, limits_of
@@ -66,11 +66,15 @@ class Vllm(InferBackend):
         options: dict[str, Any] = {}
         """More arguments of vLLM's `AsyncEngineArgs`, such as `{max_num_batched_tokens: 16384}`."""
 
+        @model_validator(mode="after")
+        def vllm_is_installed(self) -> Self:
+            check_installed()
+            return self
+
     config: Config
     exact_resume: ClassVar[bool] = False
 
     def __init__(self, config: Config, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
-        check_installed()
         super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)
         self._desk = Desk(model_folder, trust_remote_code=trust_remote_code)
         self._thread: threading.Thread | None = None
