@@ -13,8 +13,9 @@ not all come through here would mix neighbours: `PackedLayout.check` refuses it.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,15 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from drumroll.errors import ModelError
 
 PACKED_ATTENTION = "drumroll_packed"
-
-_VARLEN_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.11 attends with fewer key than query heads without being told."""
 
 _LONG = 4096
 """Tokens from which on a sequence by itself keeps a GPU busy."""
@@ -144,10 +141,19 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
+@functools.cache
+def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
+    """torch's function, and whether it must be told of fewer key than query heads; torch 2.11 need not. Imported late: half a second."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, window: int | None) -> Tensor:
     """[T, H, D] each, on the kernel for packed sequences."""
     look_back = -1 if window is None else window - 1  # transformers counts the token itself
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _VARLEN_ASKS_FOR_GROUPS else {}
+    varlen_attn, asks_for_groups = _varlen_kernel()
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if asks_for_groups else {}
     query, key, value = (states.contiguous() for states in (query, key, value))
     output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=(look_back, 0), **grouped)
     assert isinstance(output, Tensor), "the log-sum-exp was not asked for"

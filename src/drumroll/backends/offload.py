@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from drumroll.backends.sharded import is_sharded
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on that device. A copy that is under way when this returns is over when `torch.cuda.synchronize` has returned.
 
     Host memory is page-locked, which makes copies several times as fast; torch keeps it for the next time."""
-    if device.type == "cpu" and tensor.is_cuda and not isinstance(tensor, DTensor):
+    if device.type == "cpu" and tensor.is_cuda and not is_sharded(tensor):
         return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.to(device, non_blocking=True)
 

@@ -20,8 +20,6 @@ from typing import Any, Literal
 import torch
 from pydantic import PositiveFloat
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +27,7 @@ from drumroll.algo.loss import Loss, needs_of
 from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from drumroll.backends.offload import moved, settle
 from drumroll.backends.sampling import processed_logp
+from drumroll.backends.sharded import is_sharded, local, whole
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.fused_layers import use_fused_layers
 from drumroll.backends.train.group import RankGroup
@@ -129,8 +128,8 @@ class Fsdp2(TrainBackend):
             rows = part.loss_mask.nonzero().squeeze(1)
             targets, temperature = part.token_ids[rows].to(self._device), _compared_at(part)[rows].to(self._device)
             parts = _likeliest(self._logits(part, (rows - 1).to(self._device)), targets, temperature, size)
-            for whole, value in zip((said.logp, said.ids, said.top_logp), parts, strict=True):
-                whole[tokens[rows]] = value.to("cpu", whole.dtype)
+            for target, value in zip((said.logp, said.ids, said.top_logp), parts, strict=True):
+                target[tokens[rows]] = value.to("cpu", target.dtype)
 
         self._pass_forward(batch, say)
         return said
@@ -298,7 +297,7 @@ class Fsdp2(TrainBackend):
         """Scale the gradients down to `max_grad_norm`; their norm before that, over all ranks."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         total = get_total_norm(gradients)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        norm = float(whole(total))
         scale = self.config.max_grad_norm / (norm + 1e-6)
         if scale < 1.0:
             torch._foreach_mul_(gradients, scale)
@@ -307,12 +306,12 @@ class Fsdp2(TrainBackend):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self.dtype)
         for name, tensor in self._tensors.items():
-            whole = tensor.detach()
+            value = tensor.detach()
             if self._adapters:
-                whole = self._adapters.merged(name, whole)
-            if whole.is_floating_point():
-                whole = whole.to(dtype)
-            yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+                value = self._adapters.merged(name, value)
+            if value.is_floating_point():
+                value = value.to(dtype)
+            yield name, whole(value)
 
     def snapshot(self) -> RankState:
         pieces = []
@@ -320,7 +319,7 @@ class Fsdp2(TrainBackend):
             moments = self._optimizer.state.get(tensor, {})
             for what, value in {"weight": tensor, **moments}.items():
                 extent = Extent(parameter=parameter, what=what, shape=tuple(value.shape), rows=self._rows(value))
-                pieces.append((extent, _local(value).to("cpu", copy=True)))
+                pieces.append((extent, local(value.detach()).to("cpu", copy=True)))
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -371,7 +370,7 @@ class Fsdp2(TrainBackend):
             target = tensor = self._learning[extent.parameter]
             if extent.what != "weight":
                 self._optimizer.state[tensor][extent.what] = target = _blank(tensor, value)
-            _local(target).copy_(value)
+            local(target.detach()).copy_(value)
         self._spread()
         torch.set_rng_state(state.rng["cpu"])
         if self._device.type == "cuda" and "cuda" in state.rng:
@@ -379,12 +378,12 @@ class Fsdp2(TrainBackend):
 
     def _rows(self, tensor: Tensor) -> tuple[int, int] | None:
         """What this rank holds of a sharded tensor: an equal chunk, the last ranks less or nothing; None where it is not sharded."""
-        if not isinstance(tensor, DTensor):
+        if not is_sharded(tensor):
             return None
         total = len(tensor)
         chunk = -(-total // self._group.world)
         start, end = (min(number * chunk, total) for number in (self._group.rank, self._group.rank + 1))
-        assert len(_local(tensor)) == end - start, f"rank {self._group.rank} holds {len(_local(tensor))} rows, not {start} to {end}"
+        assert len(local(tensor)) == end - start, f"rank {self._group.rank} holds {len(local(tensor))} rows, not {start} to {end}"
         return start, end
 
     def reschedule(self, schedule: Schedule) -> None:
@@ -412,8 +411,7 @@ class Fsdp2(TrainBackend):
                 state[name] = tensor.to("cpu", copy=True)
         adapters: dict[str, Tensor] = {}
         for name, tensor in self._learning.items() if self._adapters else ():
-            whole = tensor.detach()
-            adapters[name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).to("cpu", copy=True)
+            adapters[name] = whole(tensor.detach()).to("cpu", copy=True)
         failure: Exception | None = None
         if self._group.rank == 0:
             try:
@@ -500,6 +498,7 @@ class Fsdp2(TrainBackend):
 
     def _shard(self) -> None:
         """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged."""
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32)
@@ -528,6 +527,8 @@ class Fsdp2(TrainBackend):
     def _reshard(self) -> None:
         """After passes without gradient the root's gathered weights would outlive the next change of its shards."""
         if self._sharded:
+            from torch.distributed.fsdp import FSDPModule
+
             for module in self._model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
@@ -611,12 +612,6 @@ def _score_every_token(model: Any) -> None:
 def _placeholder() -> Batch:
     """Two tokens for a pass that only has to happen."""
     return pack_demonstrations([([0], [0])])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's own values, to be read or written in place."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _blank(parameter: Tensor, value: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ import os
 import socket
 import struct
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 
 from drumroll.types import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -35,6 +37,8 @@ class RankGroup:
 
     def mesh(self) -> DeviceMesh:
         """All ranks as one data-parallel axis."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         group = dist.group.WORLD
         assert group is not None, "a mesh needs a connected group"
         return DeviceMesh.from_group(group, self._device.type)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from drumroll.backends.sharded import whole
 from drumroll.errors import ConfigError
 from drumroll.registry import Options, require
 
@@ -64,13 +64,13 @@ class Adapters:
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """What the weight of this name amounts to, whole, in its own number type."""
-        whole = _whole(weight)
+        base = whole(weight.detach())
         layer = self._layers.get(name)
         if layer is None:
-            return whole
-        down, up = (_whole(adapter[ADAPTER].weight).float() for adapter in (layer.lora_A, layer.lora_B))
+            return base
+        down, up = (whole(adapter[ADAPTER].weight.detach()).float() for adapter in (layer.lora_A, layer.lora_B))
         added = self.scale * (up @ down)
-        return (whole.float() + (added.T if layer.fan_in_fan_out else added)).to(whole.dtype)
+        return (base.float() + (added.T if layer.fan_in_fan_out else added)).to(base.dtype)
 
     def write(self, folder: Path, pieces: dict[str, Tensor], base: str) -> None:
         """The adapters as PEFT reads them, from whole tensors by their names in the model."""
@@ -81,11 +81,6 @@ class Adapters:
         save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.config.base_model_name_or_path = base
         self.config.save_pretrained(folder)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_name(name: str) -> str:
