@@ -457,6 +457,8 @@ class RankInfo:
     node: str = ""
     rendezvous: str = ""
     """`host:port` where the role's ranks meet; empty when there is one rank."""
+    num_devices: int = 1
+    """How many it computes on, `device` being the first."""
 
 
 @dataclass(frozen=True, slots=True)

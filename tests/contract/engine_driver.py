@@ -152,12 +152,18 @@ class Driver:
 
 @contextmanager
 def engine(
-    folder: Path, kind: str = "native", dtype: str = "float32", started: bool = True, device: str = "cpu", **options: Any
+    folder: Path,
+    kind: str = "native",
+    dtype: str = "float32",
+    started: bool = True,
+    device: str = "cpu",
+    num_devices: int = 1,
+    **options: Any,
 ) -> Iterator[Driver]:
     entry = REGISTRY.lookup("infer_backend", kind)
     config = entry.schema(EngineConfig).model_validate({"kind": kind, "num_slots": 16, **options})
     backend: InferBackend = entry.target(config, folder, dtype)
-    backend.setup(RankInfo("actor_infer", 0, 1, device))
+    backend.setup(RankInfo("actor_infer", 0, 1, device, num_devices=num_devices))
     driver = Driver(backend, folder)
     try:
         if started:

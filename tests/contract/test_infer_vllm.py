@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_driver import ask, engine, make_model, prompt_of
+import torch
+from engine_driver import ask, engine, make_model, prompt_of, reference, tensors
 
 from drumroll.backends.infer.vllm import Vllm, check_installed
 from drumroll.errors import PluginError, WorkerError
@@ -68,6 +69,20 @@ def test_an_engine_whose_process_dies_says_so_and_accepts_nothing_more(tmp_path:
         assert "stopped" in driver.gather(["late"])[0].error
         with pytest.raises(WorkerError, match="stopped"):
             driver.update(1)
+    assert gone(vllm_processes)
+
+
+@needs_vllm
+def test_an_engine_spans_devices(tmp_path: Path) -> None:
+    folder, other = make_model(tmp_path / "one", kind="vllm"), make_model(tmp_path / "two", kind="vllm", seed=1)
+    prompt = prompt_of(12)
+    with engine(folder, "vllm", num_devices=2) as driver:
+        for step, source in enumerate((folder, other), 1):
+            driver.update(step, tensors(source))
+            reply = driver.generate(ask(f"{step}", prompt, temperature=0.0, max_new_tokens=20))[0]
+            model = reference(source)
+            expected = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 12), max_new_tokens=20, do_sample=False)
+            assert reply.token_ids == expected[0, 12:].tolist()
     assert gone(vllm_processes)
 
 

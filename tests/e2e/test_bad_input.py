@@ -165,10 +165,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"devices": {"actor_train": "0-3"}, "ray": {"cpu_slots": 2}},
         ["`devices.actor_train`:", "0-3", "2 CPU slots"],
     ),
-    "parallel size that does not fit": (
-        {"devices": {"actor_infer": "0-2"}, "parallel": {"actor_infer": {"tp": 2}}, "ray": {"cpu_slots": 4}},
-        ["`devices.actor_infer` has 3 devices, which `parallel.actor_infer.tp` = 2 does not divide."],
+    "parallel engines that cannot be": (
+        {"parallel": {"actor_infer": {"tp": 2}}},
+        ["`parallel.actor_infer.tp` is 2, but", "engine.kind: vllm"],
     ),
+    "parallel trainers by tensors": ({"parallel": {"actor_train": {"tp": 2}}}, ["`parallel.actor_train.tp` is 2, but only engines"]),
     "no device matches": ({"devices": {"actor_infer": {"where": {"gpu": "L40S"}}}}, ["`devices.actor_infer`: no node has a label 'gpu'."]),
 }
 

@@ -182,7 +182,7 @@ class Cluster:
             starts = []
             for rank, (actor, placement, info) in enumerate(zip(actors, placements, infos, strict=True)):
                 device = "cuda:0" if placement.kind == "gpu" and placement.devices else "cpu"
-                place = RankInfo(role, rank, len(actors), device, info.node, rendezvous)
+                place = RankInfo(role, rank, len(actors), device, info.node, rendezvous, max(1, len(placement.devices)))
                 starts.append(actor.start.remote(target, place, {**(kwargs or {}), **(rank_kwargs[rank] if rank_kwargs else {})}))
             stage("start", starts)
         except BaseException:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from drumroll.agents.process import Agent
 from drumroll.algo.algorithm import build_algorithm
+from drumroll.backends.infer.base import InferBackend
 from drumroll.config.models import (
     ANY,
     DataConfig,
@@ -100,6 +101,7 @@ def prepare(cfg: RunConfig) -> Job:
     """Check all that can be known beforehand; raises a `UserError` that says what to put right."""
     check_sinks(cfg.record)
     check_model(cfg.model)
+    _check_parallel(cfg)
     job: Job
     if isinstance(cfg, RlConfig):
         job = _prepare_rl(cfg)
@@ -141,6 +143,23 @@ def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
     pooled = any(reward.seat != "inline" for domain in cfg.mixture.values() for reward in domain.rewards)
     reward: tuple[Role, ...] = ("reward",) if pooled else ()
     return ("actor_train", "actor_infer", *reference, *teacher, *critic, *reward, "environment")
+
+
+def _check_parallel(cfg: RunConfig) -> None:
+    """Devices that nobody would compute on are refused."""
+    for role, parallel in cfg.parallel.items():
+        problem, tp = f"`parallel.{role}.tp` is {parallel.tp}", parallel.tp
+        if tp == 1:
+            continue
+        if role != "actor_infer" or not isinstance(cfg, RlConfig):
+            raise ConfigError(f"{problem}, but only engines span several devices; trainers are sharded over all of theirs. Leave it out.")
+        backend = cast(type[InferBackend], REGISTRY.lookup("infer_backend", cfg.engine.kind).target)
+        if not backend.spans_devices:
+            advice = "Set `engine.kind: vllm`, or leave it out."
+            raise ConfigError(f"{problem}, but the engine '{cfg.engine.kind}' computes on one device. {advice}")
+        num_heads = _model_facts(cfg.model).get("num_attention_heads")
+        if num_heads is not None and num_heads % tp:
+            raise ConfigError(f"{problem}, which does not divide the model's {num_heads} attention heads. Choose a divisor.")
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
@@ -211,6 +230,14 @@ def _facts(folder: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
+def _model_facts(model: ModelConfig) -> Mapping[str, Any]:
+    """The same of the model that is trained, which may still have to be made."""
+    if model.scratch is not None:
+        return model.scratch.config
+    assert model.path is not None, "ModelConfig has either `path` or `scratch`"
+    return _facts(resolve_model(model.path, model.revision))
+
+
 def _num_tokens(facts: Mapping[str, Any]) -> int | None:
     """Tokens that a model knows; models of several modalities say it of their text part."""
     size: int | None = facts.get("vocab_size", facts.get("text_config", {}).get("vocab_size"))
@@ -220,8 +247,7 @@ def _num_tokens(facts: Mapping[str, Any]) -> int | None:
 def _num_model_tokens(model: ModelConfig) -> int | None:
     if model.scratch is not None:
         return len(scratch_vocabulary(model.scratch.characters, model.scratch.words))
-    assert model.path is not None, "ModelConfig has either `path` or `scratch`"
-    return _num_tokens(_facts(resolve_model(model.path, model.revision)))
+    return _num_tokens(_model_facts(model))
 
 
 def _load(

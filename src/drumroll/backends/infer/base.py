@@ -27,6 +27,8 @@ Checksums = dict[str, int]
 class InferBackend(ABC):
     """One engine. Built from its options and a model folder, then `setup`, then requests; `close` at the end."""
 
+    spans_devices: ClassVar[bool] = False
+    """One engine computes on several devices (`parallel.actor_infer.tp`)."""
     exact_resume: ClassVar[bool] = True
     """A reply that is taken up again from its tokens goes on exactly as if it had never been interrupted."""
 

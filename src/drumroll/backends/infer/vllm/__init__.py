@@ -72,6 +72,7 @@ class Vllm(InferBackend):
             return self
 
     config: Config
+    spans_devices: ClassVar[bool] = True
     exact_resume: ClassVar[bool] = False
 
     def __init__(self, config: Config, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
@@ -81,6 +82,7 @@ class Vllm(InferBackend):
         self._limits: Limits | None = None
         self._targets: dict[str, Tensor] = {}
         self._device = "cpu"
+        self._num_devices = 1
         self._peak_bytes = 0
         # Of the engine's thread; others at most read a number.
         self._loop: asyncio.AbstractEventLoop
@@ -106,7 +108,7 @@ class Vllm(InferBackend):
     # -- The contract, called from any thread
 
     def setup(self, rank: RankInfo) -> None:
-        self._device = rank.device
+        self._device, self._num_devices = rank.device, rank.num_devices
         self._limits, self._targets = _describe(self.model_folder, self.config, trust_remote_code=self.trust_remote_code)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), name="vllm-engine", daemon=True)
@@ -211,6 +213,7 @@ class Vllm(InferBackend):
             "trust_remote_code": self.trust_remote_code,
             "max_model_len": self._limits.context,
             "max_num_seqs": config.num_slots,
+            "tensor_parallel_size": self._num_devices,
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
             "enforce_eager": config.eager or not on_gpu,
@@ -343,7 +346,7 @@ class Vllm(InferBackend):
         from drumroll.backends.infer.checklist import Checklist
 
         on_gpu = self._device.startswith("cuda")
-        outbox = Outbox(1, None, BUCKET_BYTES if on_gpu else BUCKET_BYTES // 4, DEADLINE_S, self._device if on_gpu else "")
+        outbox = Outbox(self._num_devices, None, BUCKET_BYTES if on_gpu else BUCKET_BYTES // 4, DEADLINE_S, self._device if on_gpu else "")
         checklist = Checklist(self._targets)
 
         def feed() -> None:

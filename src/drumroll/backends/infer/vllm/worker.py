@@ -33,9 +33,10 @@ class DrumrollWorker:
         """Every tensor's checksum, as it arrived here, and the most GPU memory that was in use since the last time."""
         inbox, sums = Inbox(), Checksums()
         lent = Lent(pid, key, tuple(files), on_device, deadline_s)
+        source = torch.device("cuda:0" if on_device else "cpu")  # the first of the engine's devices, whichever this worker's is
 
         def arriving() -> Iterator[tuple[str, Tensor]]:
-            for bucket in inbox.shared(lent, self.rank, self.device):
+            for bucket in inbox.shared(lent, self.rank, source):
                 # vLLM may hold on to a tensor until its layer is complete, which can be after the bucket is filled anew.
                 own = [(name, tensor.to(self.device, copy=True)) for name, tensor in bucket]
                 sums.update(zip((name for name, _ in own), checksums([begin_checksum(tensor) for _, tensor in own]), strict=True))
