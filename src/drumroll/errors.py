@@ -10,6 +10,8 @@
     │   └── RunFolderError         a run folder that already holds a run, or does not
     ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
     │   └── WorkerLost             the worker's process or node is gone
+    │       ├── NodeLost           its node is gone, with the devices that it had there
+    │       └── RoleLost           nobody is left to do a role's work, and nobody is started any more
     ├── WeightSyncError            weights that did not arrive as they were sent
     ├── CheckpointError            a checkpoint that is damaged, incomplete or of another run
     │   └── DiskNearlyFull         one that was not written for want of space; the run can go on
@@ -66,6 +68,14 @@ class WorkerError(DrumrollError):
 
 class WorkerLost(WorkerError):
     """A worker whose process or node is gone."""
+
+
+class NodeLost(WorkerLost):
+    """A worker whose node is gone, with the devices that it had there."""
+
+
+class RoleLost(WorkerLost):
+    """A role that nobody is left for, or not enough, and whose restarts are used up."""
 
 
 class WeightSyncError(DrumrollError):

@@ -32,8 +32,12 @@ spent; done: the environment ended the episode; turns: the turn budget was spent
 environment; aborted: no longer wanted; deadline and failed: infrastructure, never trained on."""
 
 
-Fault = Literal["", "engine", "environment", "reward"]
-"""Who failed where `stop_reason` is `failed` or `deadline`; empty: the worker itself, or nobody."""
+Fault = Literal["", "engine", "environment", "reward", "worker"]
+"""Who failed where `stop_reason` is `failed` or `deadline`; worker: one that computes rewards or runs episodes, and not what it was asked
+to do; empty: nobody, or not known."""
+
+MISHAPS: tuple[Fault, ...] = ("engine", "worker")
+"""Faults that say nothing about the task: the sample is tried again elsewhere."""
 
 
 class Version(NamedTuple):
@@ -409,7 +413,8 @@ class GenRequest(Parcel):
     for the next. Without a name nothing follows."""
 
 
-FinishReason = Literal["stop", "length", "aborted", "deadline", "error"]
+FinishReason = Literal["stop", "length", "aborted", "deadline", "error", "lost"]
+"""Why a reply ended. lost: its engine is out of reach; another one can go on from the tokens that arrived."""
 
 
 @dataclass(frozen=True, slots=True)

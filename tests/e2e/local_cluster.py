@@ -74,6 +74,15 @@ class LocalSession:
     def environment(self, placement: Placement) -> dict[str, str]:
         return {}
 
+    def relocate(self, placement: Placement) -> Placement:
+        return placement
+
+    def object_store_bytes(self) -> float:
+        return float("inf")
+
+    def last_words(self, node: str, pid: int) -> str:
+        return ""
+
     def adopt(self, actor: LocalHandle) -> None:
         self._actors.append(actor)
 

@@ -154,7 +154,7 @@ def test_a_reward_that_always_raises_stops_the_run(tmp_path: Path, rewards: Path
     message = command("train", config, code=1)
     assert message.startswith("drumroll: RolloutError: sample train/")
     assert "of task 'train-" in message
-    assert "failed 3 times (`rollout.max_attempts`)" in message
+    assert "failed 2 times (`rollout.max_attempts`)" in message
     assert "reward 'asleep' failed on task 'train-" in message
     assert f"RuntimeError: the judge is asleep ({rewards}, line 3)" in message
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
@@ -36,7 +37,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drumroll.cluster.host import Host, HostInfo, Slot, seat
+from drumroll.cluster.host import Host, HostInfo, Slot, Whereabouts, seat
 from drumroll.cluster.session import Session
 from drumroll.errors import DrumrollError, UserError, WorkerError, WorkerLost
 from drumroll.luggage import Luggage
@@ -45,6 +46,9 @@ from drumroll.types import RankInfo
 
 DEADLINE_S = 3600.0
 """Of a call that names none."""
+
+WHEREABOUTS_S = 5.0
+"""How long a worker that is late may take to say what it does."""
 
 FAILURE_GRACE_S = 0.5
 """After the first failure of a call on several ranks, how long to wait for one that tells more: a rank that died makes its
@@ -84,6 +88,8 @@ class Handle:
     node: str
     """Ray's id of its node."""
     deadline_s: float = DEADLINE_S
+    pid: int = 0
+    """Of its process."""
 
     @property
     def where(self) -> str:
@@ -111,19 +117,93 @@ class Handle:
         answer: float = await _within(_translate(self.actor.ping.remote().future(), self.where, "ping"), self.where, "ping", deadline_s)
         return answer
 
+    def vigil(self) -> Future[Any]:
+        """Fails with `WorkerLost` as soon as the worker's process is gone, and never ends otherwise."""
+        return _translate(self.actor.vigil.remote().future(), self.where, "being watched")
+
+    def kill(self) -> None:
+        """End the worker; whoever waits for an answer of it hears at once that it is lost."""
+        ray.kill(self.actor)
+
     def _objects(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_returns: int, *, unpack: bool = False) -> Any:
         objects: list[Any] = []
         template = _slots((args, dict(kwargs)), objects)
         return self.actor.call.options(num_returns=num_returns).remote(method, num_returns if unpack else None, template, *objects)
 
 
-class Cluster:
-    """The workers of one role, by rank."""
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How the workers of a role are made, the first time and again."""
 
-    def __init__(self, role: str, handles: Sequence[Handle], deadline_s: float = DEADLINE_S) -> None:
+    session: Session
+    placements: tuple[Placement, ...]
+    target: str
+    kwargs: Mapping[str, Any]
+    rank_kwargs: Sequence[Mapping[str, Any]] | None
+    deadline_s: float
+
+    def bring_up(self, ranks: Sequence[int]) -> list[Handle]:
+        """Start these ranks, all at once, and return when all are up; if one does not come up, all are ended and the error names it.
+        All ranks together meet at a new address; one that comes back alone meets nobody."""
+        session, started = self.session, time.monotonic()
+        placements = [self.placements[rank] for rank in ranks]
+        actor_class = ray.remote(Host)
+        actors = []
+        for placement in placements:
+            actor = actor_class.options(
+                num_cpus=0,
+                num_gpus=0,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(session.node_id(placement.node), soft=False),
+                runtime_env={"env_vars": session.environment(placement)},
+            ).remote()
+            session.adopt(actor)
+            actors.append(actor)
+        names = [seat(placement.role, placement.rank, session.node_id(placement.node)) for placement in placements]
+
+        def stage(method: str, objects: Sequence[Any]) -> list[Any]:
+            left = started + session.config.start_timeout_s - time.monotonic()
+            futures = [_translate(part.future(), name, method) for part, name in zip(objects, names[: len(objects)], strict=True)]
+            return collect(futures, names[: len(objects)], method, left, hint=" Raise `ray.start_timeout_s` if it is only slow.")
+
+        try:
+            infos: list[HostInfo] = stage("start-up", [actor.describe.remote() for actor in actors])
+            for info in infos:
+                session.came_up(info)
+            luggage = ray.put(Luggage.pack())
+            seats = [(placement.role, placement.rank) for placement in placements]
+            stage("prepare", [actor.prepare.remote(luggage, *place) for actor, place in zip(actors, seats, strict=True)])
+            rendezvous = ""
+            if len(actors) > 1:
+                (port,) = stage("free_port", [actors[0].free_port.remote()])
+                rendezvous = f"{infos[0].address}:{port}"
+            starts = []
+            for actor, placement, info in zip(actors, placements, infos, strict=True):
+                rank, world = placement.rank, len(self.placements)
+                device = "cuda:0" if placement.kind == "gpu" and placement.devices else "cpu"
+                place = RankInfo(placement.role, rank, world, device, info.node, rendezvous, max(1, len(placement.devices)))
+                kwargs = {**self.kwargs, **(self.rank_kwargs[rank] if self.rank_kwargs else {})}
+                starts.append(actor.start.remote(self.target, place, kwargs))
+            stage("start", starts)
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        return [
+            Handle(actor, placement.role, placement.rank, info.node, self.deadline_s, info.pid)
+            for actor, placement, info in zip(actors, placements, infos, strict=True)
+        ]
+
+
+class Cluster:
+    """The workers of one role, by rank. A rank that is lost can be replaced: it keeps its number and gets another handle."""
+
+    def __init__(self, role: str, handles: Sequence[Handle], deadline_s: float = DEADLINE_S, recipe: _Recipe | None = None) -> None:
         self.role = role
         self.handles = tuple(handles)
         self.deadline_s = deadline_s
+        self._recipe = recipe
         self._outstanding = [0] * len(self.handles)
         self._lock = threading.Lock()
 
@@ -144,52 +224,45 @@ class Cluster:
         `rank_kwargs`. If one does not come up within `ray.start_timeout_s`, all are ended and the error names it.
         """
         assert placements, "a cluster needs at least one placement"
-        role, started = placements[0].role, time.monotonic()
-        actor_class = ray.remote(Host)
-        actors = []
-        for placement in placements:
-            actor = actor_class.options(
-                num_cpus=0,
-                num_gpus=0,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(session.node_id(placement.node), soft=False),
-                runtime_env={"env_vars": session.environment(placement)},
-            ).remote()
-            session.adopt(actor)
-            actors.append(actor)
-        handles = [
-            Handle(actor, role, placement.rank, session.node_id(placement.node), deadline_s)
-            for actor, placement in zip(actors, placements, strict=True)
-        ]
-        names = [handle.where for handle in handles]
+        recipe = _Recipe(session, tuple(placements), target, kwargs or {}, rank_kwargs, deadline_s)
+        return cls(placements[0].role, recipe.bring_up(range(len(placements))), deadline_s, recipe)
 
-        def stage(method: str, objects: Sequence[Any]) -> list[Any]:
-            left = started + session.config.start_timeout_s - time.monotonic()
-            futures = [_translate(part.future(), name, method) for part, name in zip(objects, names[: len(objects)], strict=True)]
-            return collect(futures, names[: len(objects)], method, left, hint=" Raise `ray.start_timeout_s` if it is only slow.")
+    def replace(self, rank: int) -> Handle:
+        """End what is left of one worker and start another in its place: on its node, or where that is gone and the worker needs no
+        device of it, on another. For ranks that do not meet each other."""
+        self._rearrange([rank])
+        return self.handles[rank]
 
-        try:
-            infos: list[HostInfo] = stage("start-up", [actor.describe.remote() for actor in actors])
-            for info in infos:
-                session.came_up(info)
-            luggage = ray.put(Luggage.pack())
-            stage("prepare", [actor.prepare.remote(luggage, role, rank) for rank, actor in enumerate(actors)])
-            rendezvous = ""
-            if len(actors) > 1:
-                (port,) = stage("free_port", [actors[0].free_port.remote()])
-                rendezvous = f"{infos[0].address}:{port}"
-            starts = []
-            for rank, (actor, placement, info) in enumerate(zip(actors, placements, infos, strict=True)):
-                device = "cuda:0" if placement.kind == "gpu" and placement.devices else "cpu"
-                place = RankInfo(role, rank, len(actors), device, info.node, rendezvous, max(1, len(placement.devices)))
-                starts.append(actor.start.remote(target, place, {**(kwargs or {}), **(rank_kwargs[rank] if rank_kwargs else {})}))
-            stage("start", starts)
-        except BaseException:
-            for actor in actors:
-                ray.kill(actor)
-            raise
-        return cls(role, handles, deadline_s)
+    def relaunch(self) -> None:
+        """End every worker and start all of them anew: ranks that work together cannot go on without one of them."""
+        self._rearrange(range(self.world))
+
+    def _rearrange(self, ranks: Sequence[int]) -> None:
+        assert self._recipe is not None, "only what was launched can be launched again"
+        for rank in ranks:
+            ray.kill(self.handles[rank].actor)
+        session, placements = self._recipe.session, list(self._recipe.placements)
+        for rank in ranks:
+            placements[rank] = session.relocate(placements[rank])
+        self._recipe = replace(self._recipe, placements=tuple(placements))
+        fresh = dict(zip(ranks, self._recipe.bring_up(ranks), strict=True))
+        with self._lock:
+            self.handles = tuple(fresh.get(rank, handle) for rank, handle in enumerate(self.handles))
+
+    def lost(self, deadline_s: float) -> dict[int, WorkerError]:
+        """Ranks that are gone, or that do not answer a ping in time, and what is known of each."""
+        futures = [_translate(handle.actor.ping.remote().future(), handle.where, "ping") for handle in self.handles]
+        _, silent = concurrent.futures.wait(futures, timeout=deadline_s)
+        found: dict[int, WorkerError] = {}
+        for rank, (handle, future) in enumerate(zip(self.handles, futures, strict=True)):
+            error = _overdue([handle.where], "ping", deadline_s) if future in silent else future.exception()
+            if isinstance(error, WorkerError):
+                found[rank] = error
+        return found
+
+    def last_words(self, rank: int) -> str:
+        """The end of what the worker wrote to its log; empty where it cannot be had."""
+        return self._recipe.session.last_words(self.handles[rank].node, self.handles[rank].pid) if self._recipe else ""
 
     @property
     def world(self) -> int:
@@ -214,8 +287,8 @@ class Cluster:
 
     def on(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call on one rank."""
-        where = [self.handles[rank].where]
-        return collect([self.submit(rank, method, *args, **kwargs)], where, method, deadline_s or self.deadline_s)[0]
+        calls, where = [self.submit(rank, method, *args, **kwargs)], [self.handles[rank].where]
+        return collect(calls, where, method, deadline_s or self.deadline_s, tell=lambda _: self._tell_culprits([rank]))[0]
 
     def least_loaded(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call on the rank with the fewest calls under way, the lowest of those."""
@@ -273,16 +346,41 @@ class Cluster:
         return future
 
     def _collect(self, futures: Sequence[Future[Any]], method: str, deadline_s: float | None) -> list[Any]:
-        return collect(futures, [handle.where for handle in self.handles], method, deadline_s or self.deadline_s)
+        names = [handle.where for handle in self.handles]
+        return collect(futures, names, method, deadline_s or self.deadline_s, tell=self._tell_culprits)
+
+    def _tell_culprits(self, ranks: Sequence[int]) -> str:
+        """What each of these does instead of answering: in a collective, all wait for the one that does not."""
+        asked = [self.handles[rank] for rank in ranks]
+        answers = [_translate(handle.actor.whereabouts.remote().future(), handle.where, "whereabouts") for handle in asked]
+        concurrent.futures.wait(answers, timeout=WHEREABOUTS_S)
+        lines = []
+        for handle, answer in zip(asked, answers, strict=True):
+            if not answer.done():
+                lines.append((0, f"{handle.where} does not answer at all: it is frozen, or cannot be reached"))
+            elif (error := answer.exception()) is not None:
+                lines.append((0, str(error)))
+            else:
+                found: Whereabouts = answer.result()
+                lines.append((2 if found.waits else 1, f"{handle.where} {found}"))
+        return "".join(f"\n  {text}" for _, text in sorted(lines))
 
     def kill(self) -> None:
         """End every worker at once."""
         for handle in self.handles:
-            ray.kill(handle.actor)
+            handle.kill()
 
 
-def collect(futures: Sequence[Future[Any]], names: Sequence[str], method: str, deadline_s: float, hint: str = "") -> list[Any]:
-    """The results in order. Raises the most telling of the first failures, or names the workers that gave no answer in time."""
+def collect(
+    futures: Sequence[Future[Any]],
+    names: Sequence[str],
+    method: str,
+    deadline_s: float,
+    hint: str = "",
+    tell: Callable[[Sequence[int]], str] | None = None,
+) -> list[Any]:
+    """The results in order. Raises the most telling of the first failures, or names the workers that gave no answer in time, with what
+    `tell` knows of them by number."""
     done, pending = concurrent.futures.wait(futures, timeout=max(0.0, deadline_s), return_when=concurrent.futures.FIRST_EXCEPTION)
     failed = any(future.exception() for future in done)
     if failed and pending:
@@ -291,8 +389,8 @@ def collect(futures: Sequence[Future[Any]], names: Sequence[str], method: str, d
     if errors:
         raise min(errors, key=lambda error: (not isinstance(error, WorkerLost), not isinstance(error, UserError)))
     if pending:
-        silent = [name for name, future in zip(names, futures, strict=True) if future in pending]
-        raise _overdue(silent, method, deadline_s, hint)
+        silent = [number for number, future in enumerate(futures) if future in pending]
+        raise _overdue([names[number] for number in silent], method, deadline_s, hint or (tell(silent) if tell else ""))
     return [future.result() for future in futures]
 
 
@@ -344,8 +442,9 @@ def _as_ours(error: BaseException, where: str, method: str) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """Ray's own words, on one line."""
-    return " ".join(str(error).split())
+    """Ray's own words, on one line, without its names for things and its advice for other systems."""
+    words = " ".join(str(error).split())
+    return re.sub(r" class_name: .*? ip: \S+| Some common causes include: .*", "", words)
 
 
 def _slots(template: Any, objects: list[Any]) -> Any:

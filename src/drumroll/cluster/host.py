@@ -20,6 +20,8 @@ import inspect
 import os
 import socket
 import struct
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +38,9 @@ from drumroll.types import RankInfo
 SIOCGIFADDR = 0x8915
 """The `ioctl` that asks a network interface for its IPv4 address."""
 
+DISTRIBUTED = os.path.join("torch", "distributed", "")
+"""Where a thread is that waits for other ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostInfo:
@@ -45,6 +50,26 @@ class HostInfo:
     """Ray's id of the node."""
     address: str
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What a worker's compute thread does."""
+
+    method: str
+    """Empty: nothing."""
+    seconds: float
+    """How long it has been at it."""
+    place: str
+    """The innermost line that is not in somebody else's library, such as `fsdp2.py, line 210, in train`."""
+    waits: bool
+    """For other ranks, in a collective."""
+
+    def __str__(self) -> str:
+        if not self.method:
+            return "has nothing to do"
+        doing = "waits for other ranks" if self.waits else "computes"
+        return f"{doing}, in {self.method}() for {self.seconds:.0f} s ({self.place})"
 
 
 def seat(role: str, rank: int, node: str) -> str:
@@ -107,6 +132,9 @@ def interface_of(address: str) -> str | None:
 class Host:
     """One actor: `describe`, then `prepare`, then `start`, then any number of `call`s."""
 
+    _computing: tuple[str, float, int] | None = None
+    """Method, beginning and thread of what the compute thread does."""
+
     def __init__(self) -> None:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._worker: Any = None
@@ -120,6 +148,23 @@ class Host:
     async def ping(self) -> float:
         """This process's time; answered whatever the compute thread does."""
         return time.time()
+
+    async def vigil(self) -> None:
+        """Never returns: whoever waits for it hears at once of this process's end."""
+        await asyncio.Event().wait()
+
+    async def whereabouts(self) -> Whereabouts:
+        """What the compute thread does at this moment; answered while it does."""
+        computing = self._computing
+        if computing is None:
+            return Whereabouts("", 0.0, "", False)
+        method, began, thread = computing
+        frames = traceback.extract_stack(sys._current_frames().get(thread))
+        own = [frame for frame in frames if f"{os.sep}drumroll{os.sep}" in frame.filename and frame.filename != __file__]
+        innermost = (own or frames)[-1:]
+        place = "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}, in {frame.name}" for frame in innermost)
+        waits = any(DISTRIBUTED in frame.filename for frame in frames)
+        return Whereabouts(method, time.monotonic() - began, place, waits)
 
     async def free_port(self) -> int:
         return free_port(self._info.address)
@@ -166,9 +211,16 @@ class Host:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._compute, lambda: function(*args, **kwargs))
+            return await asyncio.get_running_loop().run_in_executor(self._compute, self._computed, method, function, args, kwargs)
         except Exception as error:
             self._raise(error, method)
+
+    def _computed(self, method: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._computing = method, time.monotonic(), threading.get_ident()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._computing = None
 
     def _raise(self, error: Exception, method: str) -> NoReturn:
         # The cause stays behind: its text is in the message, and it need not survive pickling.

@@ -22,6 +22,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,9 +33,9 @@ import ray._private.worker
 from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drumroll.cluster.host import HostInfo
+from drumroll.cluster.host import HostInfo, seat
 from drumroll.config.models import RayConfig
-from drumroll.errors import UserError, WorkerError
+from drumroll.errors import NodeLost, UserError, WorkerError
 from drumroll.plan import Node, Placement, Pool, local_pool
 
 LOCAL = "local"
@@ -51,6 +53,8 @@ CPU_ENVIRONMENT = {
 CONNECT_S = 5.0
 STOP_S = 3.0
 """How long the workers of a private Ray may take to end by themselves; the guardian kills those that do not."""
+LAST_LINES = 12
+"""Of a lost worker's log that errors show."""
 MARK = "DRUMROLL_SESSION"
 """Variable in the environment of every process of a private Ray: its folder. Process ids are used again; the folder's name is not."""
 GUARD, KEEP, REMOVE = "guard", "keep", "remove"
@@ -195,6 +199,35 @@ class Session:
         """Ray's id of a plan's node."""
         return str(ray.get_runtime_context().get_node_id()) if node == LOCAL else node
 
+    def relocate(self, placement: Placement) -> Placement:
+        """Where a worker that was lost can be started again: where it was, or on the first live node if it needs no device of its own."""
+        if placement.node == LOCAL:
+            return placement
+        live = [str(node["NodeID"]) for node in self._live_nodes()]
+        if placement.node in live:
+            return placement
+        if placement.devices:
+            raise NodeLost(
+                f"{seat(placement.role, placement.rank, placement.node)}: its node is gone, and with it the devices that the plan gave it. "
+                f"`drumroll resume` makes a new plan for the nodes that are left."
+            )
+        return replace(placement, node=live[0])
+
+    def object_store_bytes(self) -> float:
+        """Room for objects on the live node that has least."""
+        return min((float(node["Resources"].get("object_store_memory", 0.0)) for node in self._live_nodes()), default=0.0)
+
+    def last_words(self, node: str, pid: int) -> str:
+        """The last lines of a worker's log, as long as its node lives."""
+        if node == self.node_id(LOCAL):
+            return _last_words(pid)
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        try:
+            words = ray.remote(num_cpus=0)(_last_words).options(scheduling_strategy=strategy, max_retries=0).remote(pid)
+            return str(ray.get(words, timeout=CONNECT_S))
+        except Exception:  # the node has gone with its logs
+            return ""
+
     def environment(self, placement: Placement) -> dict[str, str]:
         """Variables that must be there before the worker's process starts."""
         visible: list[str] = []
@@ -224,6 +257,17 @@ class Session:
         """A worker's process runs; in a private session its end is waited for."""
         if self.private:
             self._local_pids.add(info.pid)
+
+
+def _last_words(pid: int) -> str:
+    """The end of what a worker of this node wrote, errors first."""
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    for pattern in (f"worker-*-{pid}.err", f"worker-*-{pid}.out"):
+        for log in folder.glob(pattern):
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and not line.startswith(":")]
+            if lines:
+                return "\n".join(lines[-LAST_LINES:])
+    return ""
 
 
 class _Guardian:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from drumroll.backends.lent import Lent
 from drumroll.cluster.cluster import Cluster
-from drumroll.errors import WeightSyncError, WorkerError
+from drumroll.errors import WorkerError
 from drumroll.types import Version
 
 Transport = Literal["shared_memory", "device_memory", "broadcast"]
@@ -99,6 +99,8 @@ class SyncReport:
     """By engine rank."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """Role → the most GPU memory that trainer rank 0, or any engine, had in use since the version before; empty without GPUs."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Engine rank → why it lacks the version. It must serve no traffic."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -112,7 +114,7 @@ class WeightSync:
         sync = WeightSync(trainers, engines)     # workers made with `transport.SendsWeights` and `transport.ReceivesWeights`
         report = sync.push(Version(0, step))
 
-    An engine that fails stands in `failed` until a push reaches it; the others have the new version.
+    An engine that fails stands in the report, and in `failed` until a push reaches it; the others have the new version.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class WeightSync:
         """Deliver the trainers' present weights as `version` to the engines (`ranks`, or all) and wait for their word.
 
         Consumes one call of every trainer rank's compute thread and one update of each engine; ends when every engine has
-        acknowledged or failed. Raises a trainer's own error, or a `WeightSyncError` naming the engines that failed.
+        acknowledged or failed. Raises a trainer's own error; engines that failed stand in the report.
         """
         started = time.monotonic()
         targets = tuple(range(self.engines.world)) if ranks is None else tuple(ranks)
@@ -173,12 +175,9 @@ class WeightSync:
         if sent.broadcast_error or any(rank in self.failed for rank in remote):
             self._group = ""  # broken collectives are never used again
         failed = {rank: self.failed[rank] for rank in targets if rank in self.failed}
-        if failed:
-            reasons = "\n".join(failed.values())
-            raise WeightSyncError(f"version {version} did not reach {len(failed)} of {len(targets)} engines.\n{reasons}")
         peaks = {
             self.trainers.role: sent.peak_bytes,
-            self.engines.role: max((future.result().peak_bytes for future in receipts), default=0),
+            self.engines.role: max((future.result().peak_bytes for future, rank in receipts.items() if rank not in failed), default=0),
         }
         return SyncReport(
             version,
@@ -188,14 +187,22 @@ class WeightSync:
             sent.digest,
             transports,
             {role: peak for role, peak in peaks.items() if peak},
+            failed,
         )
 
     def _can_stay_on_device(self, ranks: tuple[int, ...]) -> bool:
         """Whether all of these engines are on rank 0's GPU, and can really read a sample of its memory."""
         if ranks not in self._on_device:
             sample = self.trainers.on(0, "lend_sample")
-            self._on_device[ranks] = sample is not None and all(self.engines.on(rank, "can_borrow", sample) for rank in ranks)
+            try:
+                self._on_device[ranks] = sample is not None and all(self.engines.on(rank, "can_borrow", sample) for rank in ranks)
+            except WorkerError:  # an engine that is lost; the others can be asked again
+                return False
         return self._on_device[ranks]
+
+    def forget_trainers(self) -> None:
+        """The trainers are others than those of the last push: nobody of them is in a collective group with the engines."""
+        self._group, self._members = "", ()
 
     def _wait(
         self,

@@ -230,8 +230,15 @@ class RolloutConfig(Options):
     """One start or step of an environment may take this long."""
     reward_deadline_s: PositiveFloat = 60.0
     """One reward may think about one sample for this long."""
-    max_attempts: PositiveInt = 3
-    """Leases of one sample before it counts as failed."""
+    max_attempts: PositiveInt = 2
+    """Times that a sample may fail by itself, in its environment or its rewards. A task none of whose samples succeeds by then is
+    quarantined: it is not drawn again, and the report names it."""
+    max_mishaps: PositiveInt = 6
+    """Times that a sample may be taken from engines and workers that failed."""
+    min_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of `groups_per_step` that a step must have, where tasks fail so often that replacing their groups does not help."""
+    on_shortage: Literal["stop", "wait"] = "stop"
+    """What happens to a step that has less: the run stops, or the step waits and draws more tasks."""
 
     @property
     def smallest_group(self) -> int:
@@ -760,6 +767,9 @@ class CheckpointConfig(Options):
     """Folder or any fsspec URL, such as `s3://bucket/run`; `<run>/checkpoints` otherwise."""
     keep_last: PositiveInt = 2
     """The newest that are kept."""
+    in_memory: bool | Literal["auto"] = "auto"
+    """Keep a copy of the trainers' state in the object store after every step, from which a lost rank comes back within the step. `auto`:
+    where two copies fit into half of it (`ray.object_store_mib`). Without it, trainers come back from the newest checkpoint."""
     keep_best: NonNegativeInt = 0
     """Besides those, the ones with the best evaluation: sampled success, or mean reward."""
 
@@ -788,6 +798,17 @@ class RayConfig(Options):
     """Shared memory of a private instance."""
     start_timeout_s: PositiveFloat = 120.0
     """Workers must be up after this long."""
+
+
+class SupervisionConfig(Options):
+    """What becomes of workers that die or fall silent (docs/faults.md)."""
+
+    silence_s: Annotated[float, Field(ge=1.0)] = 10.0
+    """A worker that answers nothing for this long is taken for frozen: it is ended and replaced."""
+    max_restarts: NonNegativeInt = 40
+    """Workers of one role that are replaced within `window_s`. After that a role goes on with those that are left, as far as it can."""
+    window_s: PositiveFloat = 3600.0
+    """What `max_restarts` counts."""
 
 
 class ParallelConfig(Options):
@@ -822,6 +843,7 @@ class RunConfig(Options):
     parallel: dict[Role, ParallelConfig] = {}
     """Parallel sizes by role."""
     ray: RayConfig = RayConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     record: RecordConfig = RecordConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -22,13 +22,16 @@ from typing import Any, Literal
 from drumroll.cluster.cluster import DEADLINE_S, Cluster, Ref
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
+from drumroll.cluster.supervision import Supervisor
 from drumroll.cluster.weights import SyncReport, WeightSync
 from drumroll.config.models import PreferenceRunConfig, RlConfig, Role, RunConfig, SftConfig, SftRunConfig, TeacherConfig
-from drumroll.errors import DrumrollError, ModelError
+from drumroll.errors import CheckpointError, DrumrollError, ModelError, WorkerError, WorkerLost
 from drumroll.hub import resolve_folder
 from drumroll.life import Departure, Span
 from drumroll.models.prepare import prepare_model, resolve_dtype, resolve_model
 from drumroll.pipelines.job import PreferenceJob, RlJob, SftJob
+from drumroll.pipelines.learners import Learners
+from drumroll.pipelines.servers import Servers, tell
 from drumroll.plan import Placement, Plan, make_plan
 from drumroll.plan.placement import Helper
 from drumroll.record.folder import RunFolder
@@ -66,6 +69,15 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class _Writing:
+    """A call of the recorder that may have to be made again."""
+
+    method: str
+    args: tuple[Any, ...]
+    result: Ref
+
+
+@dataclass(frozen=True, slots=True)
 class RayTransport:
     """The scheduler's way to environment workers."""
 
@@ -90,15 +102,17 @@ class RayTransport:
 class Fleet:
     """The clusters of one run. `launch` builds it and takes it down."""
 
-    def __init__(self, cfg: RunConfig, session: Session, plan: Plan, folder: RunFolder, model_folder: Path) -> None:
+    def __init__(self, cfg: RunConfig, session: Session, supervisor: Supervisor, plan: Plan, folder: RunFolder, model_folder: Path) -> None:
         self._cfg = cfg
         self._session = session
+        self._supervisor = supervisor
         self._plan = plan
         self._folder = folder
         self._model_folder = model_folder
         self._arbiter = Arbiter(plan)
-        self._unwritten: deque[Ref] = deque()
+        self._unwritten: deque[_Writing] = deque()
         """Calls of the recorder, each of which waits for the one before."""
+        self._learners = Learners(cfg, session, supervisor, plan, self._arbiter)
         self.trainers: Cluster
         self.assembler: Cluster
         self.recorder: Cluster
@@ -114,7 +128,7 @@ class Fleet:
         """Where the critic's state is in the checkpoint that the trainers went to last."""
         self._rollouts: RolloutService
         self._training: Stream | None = None
-        self._sync: WeightSync
+        self._servers: Servers
 
     # Starting.
 
@@ -167,23 +181,38 @@ class Fleet:
         )
         if self.rewards is not None:
             self.rewards.all("open")
-        self.environments.all("connect", self.engines.handles, self.rewards.handles if self.rewards is not None else ())
-        self._register_engines(background=False)
         rollout = cfg.rollout
-        limits = Limits(rollout.deadline_s, rollout.stall_s, rollout.max_attempts)
+        limits = Limits(rollout.deadline_s, rollout.stall_s, rollout.max_attempts, rollout.max_mishaps)
         transport = RayTransport(self.environments, [cfg.engine.num_slots] * self.engines.world)
         self._rollouts = stack.enter_context(RolloutService(transport, seed=cfg.seed, limits=limits, max_in_flight=rollout.max_in_flight))
-        self._sync = WeightSync(self.trainers, self.engines)
+        self._servers = Servers(
+            self._supervisor,
+            self._arbiter,
+            self._learners,
+            self._rollouts,
+            WeightSync(self.trainers, self.engines),
+            self.environments,
+            self.rewards,
+            cache=rollout.cache_on_update,
+            offload=cfg.engine.offload,
+            stall_s=rollout.stall_s,
+        )
 
     def begin(self, phase: Phase, planned: int = 0) -> None:
         """The trainers start a phase: fresh optimizer state, updates counted from 0. `planned` is the length of a comparison."""
-        self.trainers.all("begin", self._schedule(phase, planned))
+        schedule = self._schedule(phase, planned)
+        self._learners.redone(lambda: self.trainers.all("begin", schedule), changes=True)
 
     def reschedule(self, phase: Phase, planned: int = 0) -> None:
         """Trainers and critic go on in a phase with the learning rate that the config has for it now."""
-        self.trainers.all("reschedule", self._schedule(phase, planned))
-        if self.critic is not None:
-            self.critic.all("reschedule", self._critic_schedule())
+        schedule = self._schedule(phase, planned)
+
+        def reschedule() -> None:
+            self.trainers.all("reschedule", schedule)
+            if self.critic is not None:
+                self.critic.all("reschedule", self._critic_schedule())
+
+        self._learners.redone(reschedule, changes=True)
 
     def keep_reference(self, cfg: RlConfig) -> None:
         """Reference and critic, where there are such, will have the weights of this moment."""
@@ -209,13 +238,14 @@ class Fleet:
             self.critic.all("begin", self._critic_schedule())
             if self._critic_state is not None:
                 self._load_critic(self._critic_state)
+            self._learners.remember()
 
     # The verbs of a step.
 
     def open_training(self, cfg: RlConfig, source: Source) -> None:
         """Begin to draw training tasks. With a staleness above 0 the engines work from now on whenever their devices are free."""
         if cfg.rollout.max_staleness:
-            self._register_engines(background=True)
+            self._servers.register(background=True)
         self._training = self._rollouts.open(source, _training_policy(cfg))
 
     def take_groups(self, cfg: RlConfig, version: Version) -> Rollout:
@@ -241,6 +271,9 @@ class Fleet:
     def assemble(self, step: int, rollout: Rollout, carried: Metrics) -> StepBatch:
         """Pack, score and weigh the step's samples; tokens go from worker to worker and never come here. `carried` is what the algorithm
         kept from the step before; what it keeps from this one is part of the report."""
+        return self._learners.redone(lambda: self._assemble(step, rollout, carried))
+
+    def _assemble(self, step: int, rollout: Rollout, carried: Metrics) -> StepBatch:
         assert isinstance(self._cfg, RlConfig)
         accepted = [(sample.sample_id, sample.attempt) for sample in rollout.samples if sample.reward is not None]
         witnesses = {group.group_id: group.witnesses for group in rollout.groups if group.witnesses}
@@ -260,7 +293,9 @@ class Fleet:
     def train(self, batch: StepBatch) -> tuple[list[Metrics], list[Metrics]]:
         """One optimizer update of the policy and one of the critic for each part of the step, at the same time where they have devices of
         their own; nothing of whom does not learn."""
+        return self._learners.redone(lambda: self._train(batch), changes=True)
 
+    def _train(self, batch: StepBatch) -> tuple[list[Metrics], list[Metrics]]:
         def learn(role: Role, cluster: Cluster | None, shards: Sequence[Ref]) -> list[Metrics]:
             if cluster is None or not shards:
                 return []
@@ -273,19 +308,23 @@ class Fleet:
             return learn("actor_train", self.trainers, batch.shards), critic.result()
 
     def push(self, version: Version) -> SyncReport:
-        """Hand the trainers' weights over to every engine, checked and acknowledged."""
-        with self._arbiter.grant("actor_train"):
-            if self._engines_offload:
-                self.engines.all("wake")
-            return self._sync.push(version, cache=self._cfg.rollout.cache_on_update if isinstance(self._cfg, RlConfig) else "recompute")
+        """Hand the trainers' weights over to every engine that is there, checked and acknowledged."""
+        return self._servers.push(version)
 
     def digest(self) -> str:
         """Of the trainers' weights; equal to that of a push of the same weights."""
-        with self._arbiter.grant("actor_train"):
-            return str(self.trainers.all("digest")[0])
+
+        def compute() -> str:
+            with self._arbiter.grant("actor_train"):
+                return str(self.trainers.all("digest")[0])
+
+        return self._learners.redone(compute)
 
     def imitate(self, first: int, count: int) -> list[Metrics]:
         """Updates on demonstrations, with what a teacher says of them where the loss needs it."""
+        return self._learners.redone(lambda: self._imitate(first, count), changes=True)
+
+    def _imitate(self, first: int, count: int) -> list[Metrics]:
         taught = self._taught_each("imitation_to_teach", first, count)
         shards = self.assembler.refs(0, self.trainers.world, "imitation", first, count, taught)
         with self._arbiter.grant("actor_train"):
@@ -298,9 +337,13 @@ class Fleet:
         assert isinstance(self._cfg, SftRunConfig)
         if self._cfg.heldout is None:
             return {}
-        shards = self.assembler.refs(0, self.trainers.world, "heldout", self._taught_each("heldout_to_teach"))
-        with self._arbiter.grant("actor_train"):
-            parts: list[Metrics] = self.trainers.shards("judge_imitation", shards)
+
+        def judge() -> list[Metrics]:
+            shards = self.assembler.refs(0, self.trainers.world, "heldout", self._taught_each("heldout_to_teach"))
+            with self._arbiter.grant("actor_train"):
+                return self.trainers.shards("judge_imitation", shards)
+
+        parts = self._learners.redone(judge)
         totals = {name: sum(part[name] for part in parts) for name in parts[0]}
         num_tokens = totals.pop("tokens")
         return {f"heldout_{name}": total / num_tokens for name, total in totals.items()} if num_tokens else {}
@@ -311,21 +354,30 @@ class Fleet:
         at_once = 1 if "reference_point" in self._cfg.preference.needs else count
         metrics: list[Metrics] = []
         for number in range(first, first + count, at_once):
-            self.assembler.on(0, "begin", number, at_once)
-            shards = self._compared(self._cfg)
-            with self._arbiter.grant("actor_train"):
-                metrics += self.trainers.shards("train", shards)[0]
+            metrics += self._learners.redone(partial(self._prefer, self._cfg, number, at_once), changes=True)
         return metrics
+
+    def _prefer(self, cfg: PreferenceRunConfig, first: int, count: int) -> list[Metrics]:
+        self.assembler.on(0, "begin", first, count)
+        shards = self._compared(cfg)
+        with self._arbiter.grant("actor_train"):
+            metrics: list[Metrics] = self.trainers.shards("train", shards)[0]
+            return metrics
 
     def heldout_preferences(self) -> Metrics:
         """The loss on the held-out rows, and what it reports of them; nothing where there are none."""
         assert isinstance(self._cfg, PreferenceRunConfig)
-        if self._cfg.preference.heldout is None:
+        cfg = self._cfg
+        if cfg.preference.heldout is None:
             return {}
-        self.assembler.on(0, "begin_heldout")
-        shards = self._compared(self._cfg)
-        with self._arbiter.grant("actor_train"):
-            parts: list[Metrics] = self.trainers.shards("judge", shards)
+
+        def judge() -> list[Metrics]:
+            self.assembler.on(0, "begin_heldout")
+            shards = self._compared(cfg)
+            with self._arbiter.grant("actor_train"):
+                return self.trainers.shards("judge", shards)
+
+        parts = self._learners.redone(judge)
         totals = {name: sum(part[name] for part in parts) for name in parts[0]}
         weight = totals.pop("weight")
         return {f"heldout_{name}": total / weight for name, total in totals.items()}
@@ -358,31 +410,49 @@ class Fleet:
 
     def export(self, folder: Path) -> None:
         """Write the trainers' weights as a Hugging Face folder of the run, in place of an earlier one."""
-        with self._arbiter.grant("actor_train"):
-            self.trainers.all("export", str(folder), replace=True)
+
+        def export() -> None:
+            with self._arbiter.grant("actor_train"):
+                self.trainers.all("export", str(folder), replace=True)
+
+        self._learners.redone(export)
 
     def export_critic(self, folder: Path) -> None:
         """Write the critic's weights likewise, where there is one."""
-        if self.critic is not None:
+        critic = self.critic
+        if critic is None:
+            return
+
+        def export() -> None:
             with self._arbiter.grant("critic"):
-                self.critic.all("export", str(folder), replace=True)
+                critic.all("export", str(folder), replace=True)
+
+        self._learners.redone(export)
 
     # The verbs of a checkpoint.
 
     def snapshot(self, deadline_s: float | None = None) -> None:
         """Copy the state of trainers and critic to their hosts' memory; `save` writes that copy."""
         self._copied = {TRAINER: self.trainers} | ({} if self.critic is None else {CRITIC: self.critic})
-        for cluster in self._copied.values():
-            cluster.all("snapshot", deadline_s=deadline_s)
+
+        def copy() -> None:
+            for cluster in self._copied.values():
+                cluster.all("snapshot", deadline_s=deadline_s)
+
+        self._learners.redone(copy)
 
     def save(self, folder: Path, deadline_s: float | None = None) -> None:
         """Write what `snapshot` copied, while training goes on; any thread may call it."""
         for part, cluster in self._copied.items():
-            cluster.all("save", str(folder / part), deadline_s=deadline_s)
+            try:
+                cluster.all("save", str(folder / part), deadline_s=deadline_s)
+            except WorkerError as error:
+                raise CheckpointError(f"those who were to write it failed: {error}") from error
 
     def load(self, folder: Path) -> None:
         """Take trainers and critic to a state that `save` wrote, with this or another number of ranks. A critic that is not there yet
         will begin with it."""
+        self._learners.forget()
         self.load_trainers(folder)
         state = folder / CRITIC
         self._critic_state = state if state.is_dir() else None
@@ -393,11 +463,13 @@ class Fleet:
         """Take the trainers alone to a state that `save` wrote."""
         with self._arbiter.grant("actor_train"):
             self.trainers.all("load", str(folder / TRAINER))
+        self._learners.remember()
 
     def _load_critic(self, state: Path) -> None:
         assert self.critic is not None
         with self._arbiter.grant("critic"):
             self.critic.all("load", str(state))
+        self._learners.remember()
 
     def mark(self) -> Ref | None:
         """How far the trajectory store will have grown when all that was recorded so far, and nothing else, is written."""
@@ -410,10 +482,11 @@ class Fleet:
 
     def finish(self, deadline_s: float = DEADLINE_S) -> None:
         """End all rollouts, wait for everything that is still being written, then close the store."""
+        self._supervisor.stop()
         if isinstance(self._cfg, RlConfig):
             self._record_leftovers(self._rollouts.stop())
-        if self._unwritten:
-            self._unwritten[-1].fetch(deadline_s)
+        while self._unwritten:
+            self._await_writing(deadline_s)
         if isinstance(self._cfg, RlConfig):
             self.recorder.all("close", deadline_s=deadline_s)
 
@@ -427,11 +500,26 @@ class Fleet:
 
     def _write(self, method: str, *args: Any) -> Ref:
         """The recorder's next call, after all before it. At most a few are under way, so that one that fails is soon noticed."""
-        after = self._unwritten[-1] if self._unwritten else None
-        self._unwritten.append(self.recorder.ref(0, method, after, *args))
+        self._begin_writing(method, args)
         if len(self._unwritten) > MAX_UNWRITTEN:
-            self._unwritten.popleft().fetch()
-        return self._unwritten[-1]
+            self._await_writing()
+        return self._unwritten[-1].result
+
+    def _begin_writing(self, method: str, args: tuple[Any, ...]) -> None:
+        after = self._unwritten[-1].result if self._unwritten else None
+        self._unwritten.append(_Writing(method, args, self.recorder.ref(0, method, after, *args)))
+
+    def _await_writing(self, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for the oldest call. A recorder that is lost is replaced and does anew what it left undone: rows that it wrote already are
+        written over by the same."""
+        try:
+            self._unwritten[0].result.fetch(deadline_s)
+            self._unwritten.popleft()
+        except WorkerLost as error:
+            self._learners.start_anew(self.recorder, error)
+            undone, self._unwritten = list(self._unwritten), deque()
+            for writing in undone:
+                self._begin_writing(writing.method, writing.args)
 
     # How each cluster is made.
 
@@ -445,6 +533,8 @@ class Fleet:
             except BaseException:
                 self._session.end_workers()  # or the pool would wait for launches that are of no use any more
                 raise
+        for name in started.keys() - {"engines", "environments", "rewards"}:
+            self._learners.add(getattr(self, name))
 
     def _trainers(self, role: Role, model_folder: Path, target: str = "drumroll.workers.trainer:TrainWorker", **kwargs: Any) -> Cluster:
         kwargs = {
@@ -458,8 +548,8 @@ class Fleet:
             cluster.all("to", "host")
             self._arbiter.register(
                 role,
-                give_up=lambda ranks: _tell(cluster, ranks, "to", "host"),
-                take=lambda ranks: _tell(cluster, ranks, "to", "device"),
+                give_up=lambda ranks: tell(cluster, ranks, "to", "host"),
+                take=lambda ranks: tell(cluster, ranks, "to", "device"),
             )
         return cluster
 
@@ -578,24 +668,6 @@ class Fleet:
         assert cfg.critic is not None
         return cfg.critic.resolve_schedule(cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
 
-    def _register_engines(self, *, background: bool) -> None:
-        leave = "sleep" if self._engines_offload else "pause"
-        self._arbiter.register(
-            "actor_infer",
-            give_up=lambda ranks: _tell(self.engines, ranks, leave),
-            take=self._resume_engines,
-            background=background,
-        )
-
-    def _resume_engines(self, ranks: Sequence[int]) -> None:
-        if self._engines_offload:
-            _tell(self.engines, ranks, "wake")
-        _tell(self.engines, ranks, "resume")
-
-    @property
-    def _engines_offload(self) -> bool:
-        return isinstance(self._cfg, RlConfig) and self._cfg.engine.offload
-
     @property
     def _several_updates(self) -> bool:
         """Whether a step's later updates need to know where the first one started."""
@@ -627,6 +699,8 @@ def _training_policy(cfg: RlConfig) -> Policy:
         filters=partial(reject_by_domain, filters) if filters else None,
         max_rejected=rollout.rejection_cap,
         max_failed=rollout.groups_per_step - 1,
+        min_share=rollout.min_share,
+        waits=rollout.on_shortage == "wait",
     )
 
 
@@ -635,15 +709,14 @@ def _soft_targets(sft: SftConfig | None) -> dict[str, Any] | None:
     return sft.distill.model_dump(mode="json") if sft is not None and sft.distill is not None else None
 
 
-def _tell(cluster: Cluster, ranks: Sequence[int], method: str, *args: Any) -> None:
-    """Have some workers of a role do something, and wait until they have."""
-    for future in [cluster.submit(rank, method, *args) for rank in ranks]:
-        future.result(timeout=cluster.deadline_s)
-
-
 def _longest_reply(cfg: RlConfig) -> int:
     """Tokens that a reply may have, in the domain that allows most."""
     return max(domain.sampling.max_new_tokens for domain in cfg.mixture.values())
+
+
+def _tell_incident(folder: RunFolder, rec: Recorder, kind: str, text: str) -> None:
+    folder.incident(kind, reason=text)
+    rec.warn(text)
 
 
 @contextmanager
@@ -655,7 +728,8 @@ def launch(job: RlJob | SftJob | PreferenceJob, folder: RunFolder, rec: Recorder
             model = aside.submit(prepare_model, cfg.model, folder.initial_model, cfg.seed)
             session = stack.enter_context(Session(cfg.ray))
             plan = make_plan(cfg, session.pool(), job.roles)
-            fleet = Fleet(cfg, session, plan, folder, model.result())
+            supervisor = stack.enter_context(Supervisor(cfg.supervision, partial(_tell_incident, folder, rec)))
+            fleet = Fleet(cfg, session, supervisor, plan, folder, model.result())
             if isinstance(cfg, RlConfig):
                 fleet.start_rl(cfg, stack)
             elif isinstance(cfg, PreferenceRunConfig):

@@ -28,7 +28,7 @@ from typing import Any, Protocol, Self
 
 from drumroll.cluster.cluster import DEADLINE_S
 from drumroll.config.models import RunConfig
-from drumroll.errors import CheckpointError, DivergedError, DrumrollError, WorkerError
+from drumroll.errors import CheckpointError, DivergedError, DrumrollError, WorkerError, WorkerLost
 from drumroll.pipelines.fleet import Fleet, Phase, launch
 from drumroll.pipelines.job import Job
 from drumroll.record.checkpoint import Checkpoint, CheckpointStore
@@ -41,7 +41,9 @@ GRACE_S = 10.0
 LAST_CHECKPOINT_S = 15.0
 """How long the checkpoint of a run that is told to end may wait for the trainers."""
 MAX_ROLLBACKS = 3
-"""Times that a run goes back to one checkpoint before it gives up."""
+"""Times that a run goes back to one checkpoint, because of its numbers, before it gives up."""
+MAX_RETURNS = 5
+"""Likewise because of workers that were lost."""
 
 
 class Stateful(Protocol):
@@ -138,6 +140,7 @@ class Keeper:
         self._signal: int | None = None
         self._handlers: dict[int, Any] = {}
         self._rolled_back_to: list[str] = []
+        self._returned_to: list[str] = []
 
     def version(self, step: int) -> Version:
         return Version(self._incarnation, step)
@@ -281,6 +284,24 @@ class Keeper:
         self._saved = None
         self._folder.incident("rollback", to=checkpoint.name, reason=why)
         self._rec.warn(f"{why}: gone back to '{checkpoint.name}'.")
+
+    def go_back(self, loss: WorkerLost) -> None:
+        """Those who are lost have taken with them what the step was made of: go on from the newest checkpoint, with the same samples."""
+        self._settle()
+        found = self._checkpoints.newest_good()
+        if found is None:
+            raise loss
+        checkpoint, _ = found
+        self._returned_to.append(checkpoint.name)
+        if self._returned_to.count(checkpoint.name) > MAX_RETURNS:
+            raise loss
+        with self.turn():
+            self._rec.rewind(checkpoint.state["parts"]["recorder"])
+            self._go_to(checkpoint)
+            self._incarnation = self._folder.begin_incarnation(checkpoint.name)
+        self._saved = None
+        self._folder.incident("went back", to=checkpoint.name, reason=str(loss))
+        self._rec.warn(f"gone back to '{checkpoint.name}', because of those who are lost.")
 
     def _go_to(self, checkpoint: Checkpoint) -> None:
         for name, part in self._parts.items():

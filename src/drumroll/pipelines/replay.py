@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from drumroll.algo.algorithm import Carried, carried_by
 from drumroll.cluster.session import Session
+from drumroll.cluster.supervision import Supervisor
 from drumroll.config.load import check_config
 from drumroll.config.models import RlConfig
 from drumroll.errors import CheckpointError, RunFolderError, UserError
@@ -106,9 +109,10 @@ def _groups(step: int, block: Sequence[Trajectory], reader: Reader) -> Iterator[
 
 @contextmanager
 def _fleet(cfg: RlConfig, folder: RunFolder) -> Iterator[Fleet]:
-    with Session(cfg.ray) as session:
+    say = Console(stderr=True, soft_wrap=True, highlight=False).print
+    with Session(cfg.ray) as session, Supervisor(cfg.supervision, lambda kind, text: say(text)) as supervisor:
         plan = make_plan(cfg, session.pool(), roles_of(cfg))
-        fleet = Fleet(cfg, session, plan, folder, prepare_model(cfg.model, folder.initial_model, cfg.seed))
+        fleet = Fleet(cfg, session, supervisor, plan, folder, prepare_model(cfg.model, folder.initial_model, cfg.seed))
         fleet.start_replay(cfg)
         yield fleet
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from drumroll.algo.algorithm import carried_by
 from drumroll.config.models import ANY, RlConfig
 from drumroll.data.curriculum import Curriculum
 from drumroll.data.cursor import TaskCursor
+from drumroll.errors import RoleLost, WorkerLost
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.job import RlJob
@@ -77,13 +79,24 @@ def reinforce(cfg: RlConfig, source: Source, folder: RunFolder, fleet: Fleet, re
     fleet.push(keeper.version(progress.step))
     evaluator.run_if_due(keeper)
     fleet.open_training(cfg, source)
+
+    def go_on_from(go_back: Callable[[], None]) -> None:
+        fleet.close_training(progress.step)
+        go_back()
+        fleet.push(keeper.version(progress.step))
+        fleet.open_training(cfg, source)
+
     while progress.step < cfg.max_steps:
-        take_step(cfg, fleet, rec, keeper)
+        try:
+            take_step(cfg, fleet, rec, keeper)
+        except RoleLost:
+            raise
+        except WorkerLost as loss:
+            go_on_from(partial(keeper.go_back, loss))
+            continue
         if rec.num_nonfinite >= MAX_NONFINITE:
-            fleet.close_training(progress.step)
-            keeper.roll_back(f"the losses or gradients of {rec.num_nonfinite} updates in a row were not finite")
-            fleet.push(keeper.version(progress.step))
-            fleet.open_training(cfg, source)
+            why = f"the losses or gradients of {rec.num_nonfinite} updates in a row were not finite"
+            go_on_from(partial(keeper.roll_back, why))
         evaluator.run_if_due(keeper)
         keeper.save_if_due()
     fleet.close_training(progress.step)

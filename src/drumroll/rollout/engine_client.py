@@ -6,13 +6,16 @@
 
 Nobody waits here for ever: every call has a deadline, and every poll brings the engine's load, from which the client sees
 whether an engine that is silent about a reply is paused, busy with others, or late.
+
+`Engines` are all of them together: a reply whose engine is lost goes on at another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +29,12 @@ POLL_WAIT_S = 2.0
 
 CALL_S = 30.0
 """An engine whose process is alive answers a call within this time, beyond what the call is meant to wait."""
+
+MAX_MOVES = 3
+"""Engines that one reply may lose before it counts as their fault, or its own."""
+
+REST_S = 5.0
+"""An engine that was out of reach is not chosen for this long, unless it has been replaced."""
 
 LAST_CHUNK_S = 2.0
 """How long a request that is aborted waits for its last chunk."""
@@ -57,15 +66,7 @@ class _Reply:
 
     def joined(self, finish: FinishReason, error: str = "") -> Chunk:
         """What has arrived; the last chunk, if it is there, brings the slot."""
-        last = self.parts[-1] if self.parts else Chunk(self.id, [], [], [])
-        return replace(
-            last,
-            token_ids=[token for part in self.parts for token in part.token_ids],
-            logp=[value for part in self.parts for value in part.logp],
-            token_version=[version for part in self.parts for version in part.token_version],
-            finish=finish,
-            error=error,
-        )
+        return replace(_join(self.parts or [Chunk(self.id, [], [], [])]), finish=finish, error=error)
 
 
 class EngineClient:
@@ -84,10 +85,15 @@ class EngineClient:
         """Seconds that the engine was seen at work: not paused, and somebody waiting for it."""
         self._num_tokens = 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Replies that have not ended."""
+        return len(self._waiting)
+
     async def generate(self, request: GenRequest, stall_s: float) -> Chunk:
         """The whole reply as one chunk.
 
-        It ends as `deadline` when the engine, at work, has no news of it for `stall_s`, and as `error` when the engine is out of
+        It ends as `deadline` when the engine, at work, has no news of it for `stall_s`, and as `lost` when the engine is out of
         reach. A caller that is cancelled gets what was sampled so far as an `aborted` reply, after `LAST_CHUNK_S` at most.
         Whenever a reply ends early, its request leaves the engine.
         """
@@ -174,6 +180,83 @@ class EngineClient:
         """Nobody waits for an engine that is out of reach; should it come back, the requests are not wanted any more."""
         for reply in self._waiting.values():
             if not reply.whole.done():
-                reply.end("error", f"it did not answer: {error}")
+                reply.end("lost", f"it did not answer: {error}")
                 self._withdraw(reply)
         self._outbox.clear()
+
+
+class Engines:
+    """The engines of a run as one environment worker sees them. Example: `await engines[3].generate(request, stall_s=60)`.
+
+    A reply whose engine is lost goes on at the least busy of the others, from the tokens that have arrived; where there is no other, it
+    waits for one to come back. Where replies must be repeatable to the last bit, it begins anew.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], *, goes_on: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clients = list(clients)
+        self._goes_on = goes_on
+        self._clock = clock
+        self._resting_until = [0.0] * len(self._clients)
+        self._returned = asyncio.Event()
+
+    def __getitem__(self, rank: int) -> _Seat:
+        return _Seat(self, rank)
+
+    def replace(self, rank: int, client: EngineClient) -> None:
+        """The engine of this rank is another one from now on, and serves."""
+        self._clients[rank] = client
+        self._resting_until[rank] = 0.0
+        self._returned.set()
+
+    async def generate(self, request: GenRequest, stall_s: float, rank: int) -> Chunk:
+        """As `EngineClient.generate`, beginning at the engine `rank` if that can be reached."""
+        parts: list[Chunk] = []
+        num_lost = 0
+        if self._resting_until[rank] > self._clock():
+            rank = await self._another()
+        while True:
+            sampled = [*request.sampled, *(token for part in parts for token in part.token_ids)]
+            chunk = await self._clients[rank].generate(replace(request, sampled=sampled), stall_s)
+            if self._goes_on or chunk.finish != "lost":
+                parts.append(chunk)
+            if chunk.finish != "lost" or num_lost == MAX_MOVES:
+                return _join(parts or [chunk])
+            num_lost += 1
+            self._resting_until[rank] = self._clock() + REST_S
+            try:
+                rank = await self._another()
+            except asyncio.CancelledError:
+                return replace(_join(parts or [chunk]), finish="aborted")
+
+    async def _another(self) -> int:
+        """An engine that is not known to be out of reach, as soon as there is one."""
+        while True:
+            now = self._clock()
+            ready = [rank for rank, until in enumerate(self._resting_until) if until <= now]
+            if ready:
+                return min(ready, key=lambda rank: (self._clients[rank].num_waiting, rank))
+            self._returned.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(self._resting_until) - now):
+                    await self._returned.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """One of the engines, for an episode that was given it."""
+
+    engines: Engines
+    rank: int
+
+    async def generate(self, request: GenRequest, stall_s: float) -> Chunk:
+        return await self.engines.generate(request, stall_s, self.rank)
+
+
+def _join(parts: Sequence[Chunk]) -> Chunk:
+    """A reply from its parts; how it ended is for the last one to say."""
+    return replace(
+        parts[-1],
+        token_ids=[token for part in parts for token in part.token_ids],
+        logp=[value for part in parts for value in part.logp],
+        token_version=[version for part in parts for version in part.token_version],
+    )

@@ -22,7 +22,7 @@ import numpy as np
 
 from drumroll.config.models import ANY
 from drumroll.envs.base import Env, Step
-from drumroll.errors import DrumrollError, PolicyFault, RewardError, RolloutError
+from drumroll.errors import DrumrollError, PolicyFault, RewardError, RolloutError, WorkerError
 from drumroll.life import State, stamp
 from drumroll.rewards.compose import RewardSet, Verdict
 from drumroll.rewards.reward import LARGEST
@@ -47,6 +47,12 @@ class Engine(Protocol):
     """Where an episode's replies come from (see `EngineClient.generate`)."""
 
     async def generate(self, request: GenRequest, stall_s: float) -> Chunk: ...
+
+
+class EnginesByRank(Protocol):
+    """See `Engines`."""
+
+    def __getitem__(self, rank: int, /) -> Engine: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +97,8 @@ class Stage:
     """Of the worker."""
     settings: Mapping[str, Setting]
     """By domain; `*` is for those that have none of their own."""
-    engines: Sequence[Engine]
-    """By rank: a lease names one."""
+    engines: EnginesByRank
+    """A lease names one."""
     renderer: Renderer
     limits: Limits
     keeps_cache: bool = True
@@ -325,7 +331,7 @@ async def _generate(stage: Stage, draft: _Draft, turn: int, state: str, budget: 
         draft.reply(chunk, reply, state)
         if chunk.finish == "deadline":
             raise _Late(chunk.error or _overdue(lease))
-        if chunk.finish == "error":
+        if chunk.finish in ("error", "lost"):
             raise RolloutError(f"no reply from the engine: {chunk.error}")
     return reply, chunk.finish
 
@@ -366,7 +372,8 @@ def _outcome(play: asyncio.Task[Trajectory], draft: _Draft) -> Trajectory:
     except _Late as late:
         return draft.without_verdict("deadline", str(late), draft.waits_for)
     except (Exception, asyncio.CancelledError) as failure:
-        return draft.without_verdict("failed", _reason(failure, draft), draft.waits_for)
+        fault: Fault = "worker" if isinstance(failure, WorkerError) else draft.waits_for
+        return draft.without_verdict("failed", _reason(failure, draft), fault)
     if trajectory.stop_reason not in CUT_SHORT:
         draft.stamp("done")
     return trajectory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from drumroll.errors import RewardError, WorkerError, WorkerLost
@@ -13,6 +14,10 @@ from drumroll.types import Trajectory
 PING_EVERY_S = 5.0
 PING_S = 15.0
 """A reward worker that has questions must answer a ping within this long."""
+REPLACED_S = 180.0
+"""Where every worker is gone, how long to wait for one that has been replaced."""
+MAX_LOST = 2
+"""Workers that one question may take along before it is the question's fault."""
 PAUSE_S = 30.0
 """A worker that did not answer gets no questions for this long, as long as there are others."""
 
@@ -42,8 +47,32 @@ class RewardClient:
         self._resting_until = [0.0] * len(self._workers)
         self._lost: set[int] = set()
         self._watchers: dict[int, asyncio.Future[None]] = {}
+        self._returned = asyncio.Event()
+
+    def replace(self, rank: int, worker: Worker) -> None:
+        """The worker of this rank is another one from now on."""
+        self._workers[rank] = worker
+        self._lost.discard(rank)
+        self._resting_until[rank] = 0.0
+        self._returned.set()
 
     async def ask(self, domain: str, number: int, trajectory: Trajectory, asked: list[int]) -> Parts:
+        """A worker that is lost says nothing about the question, which goes elsewhere, but not for ever."""
+        for _ in range(MAX_LOST):
+            try:
+                return await self._ask(domain, number, trajectory, asked)
+            except WorkerLost as error:
+                lost = error
+        if not self._alive:
+            raise lost
+        raise RewardError(f"{MAX_LOST} reward workers in a row ended while they computed it; the last: {lost}") from lost
+
+    async def _ask(self, domain: str, number: int, trajectory: Trajectory, asked: list[int]) -> Parts:
+        if not self._alive:
+            self._returned.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPLACED_S):
+                    await self._returned.wait()
         rank = self._pick(asked)
         asked.append(rank)
         worker = self._workers[rank]
@@ -53,11 +82,12 @@ class RewardClient:
         try:
             await asyncio.wait({question, silence}, return_when=asyncio.FIRST_COMPLETED)
             if not question.done():
-                raise RewardError(f"{worker.where} has not answered a ping for {PING_S:g} s.")
+                raise WorkerLost(f"{worker.where} has not answered a ping for {PING_S:g} s.")
             parts: Parts = question.result()
             return parts
         except WorkerLost:
-            self._lost.add(rank)
+            if question.done() and self._workers[rank] is worker:
+                self._lost.add(rank)
             raise
         except WorkerError as error:
             raise RewardError(str(error)) from error
@@ -65,13 +95,16 @@ class RewardClient:
             question.cancel()
             self._num_asked[rank] -= 1
 
+    @property
+    def _alive(self) -> list[int]:
+        return [rank for rank in range(len(self._workers)) if rank not in self._lost]
+
     def _pick(self, asked: Sequence[int]) -> int:
         """The least busy worker, rather one that has not been asked and that is well."""
-        alive = [rank for rank in range(len(self._workers)) if rank not in self._lost]
-        if not alive:
+        if not self._alive:
             raise WorkerLost("every reward worker is gone.")
         now = self._clock()
-        return min(alive, key=lambda rank: (rank in asked, self._resting_until[rank] > now, self._num_asked[rank], rank))
+        return min(self._alive, key=lambda rank: (rank in asked, self._resting_until[rank] > now, self._num_asked[rank], rank))
 
     def _watch(self, rank: int) -> asyncio.Future[None]:
         """Done when the worker is silent; one watch for all that wait for it."""

@@ -107,8 +107,13 @@ class Pool:
         self._eased.add(rank)
 
     def lose(self, rank: int) -> None:
-        """It is gone for good."""
+        """It is gone, for good unless somebody brings it back."""
         self._lost.add(rank)
+
+    def regain(self, rank: int) -> None:
+        """Another one has taken its place. After failures in a row it is on trial, as its predecessor would be."""
+        self._lost.discard(rank)
+        self.back(rank)
 
     def _list(self, rank: int) -> None:
         """See to it that no entry that counts has more than the member's load."""

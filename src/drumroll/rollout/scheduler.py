@@ -30,9 +30,9 @@ from drumroll.life import STATES, State
 from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.ledger import Ledger, Sample
 from drumroll.rollout.router import Pool, Router
-from drumroll.rollout.source import Source
-from drumroll.rollout.stream import BlockRef, OpenGroup, Policy, Rollout, Stream
-from drumroll.types import SampleInfo, sample_seeds
+from drumroll.rollout.source import Fate, Source
+from drumroll.rollout.stream import BlockRef, OpenGroup, Policy, Quarantined, Rollout, Stream
+from drumroll.types import MISHAPS, SampleInfo, sample_seeds
 
 POLL_WAIT_S = 5.0
 """How long a poll may wait for its first result."""
@@ -45,8 +45,6 @@ LINGER_S = 0.01
 WORKERS_PER_LINGER = 2
 MAX_IN_A_ROW = 32
 """Samples that one worker gets before another one is looked for: a sixteenth of what it has under way, but not more than this."""
-MISHAPS_PER_ATTEMPT = 4
-"""A sample may be taken from failing engines and workers this many times as often as it may fail by itself."""
 
 
 class Transport(Protocol):
@@ -77,7 +75,10 @@ class Limits:
 
     deadline_s: float = 600.0
     stall_s: float = 60.0
-    max_attempts: int = 3
+    max_attempts: int = 2
+    """Times that a sample may fail by itself."""
+    max_mishaps: int = 6
+    """Times that it may be taken from engines and workers that failed."""
 
 
 class RolloutScheduler:
@@ -95,15 +96,18 @@ class RolloutScheduler:
         seed: int,
         limits: Limits,
         max_in_flight: int | None = None,
+        is_supervised: bool = False,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
+        """`is_supervised`: somebody replaces engines and workers that are lost, tells of it here, and says when there is no hope."""
         rng = rng or random.Random(seed)
         self.ledger = Ledger(clock)
         self.router = Router(transport.slots, rng, max_in_flight)
         self._transport = transport
         self._seed = seed
         self._limits = limits
+        self._is_supervised = is_supervised
         self._clock = clock
         self._workers = Pool([1] * transport.num_workers, rng, bench_after=1)
         self._linger_s = LINGER_S * max(1, transport.num_workers // WORKERS_PER_LINGER)
@@ -141,7 +145,8 @@ class RolloutScheduler:
     async def take(self, stream: Stream, num_groups: int, version: int) -> Rollout:
         """The next groups for a learner at `version`, none of whose tokens is older than the policy allows.
 
-        Waits for that many groups that are complete and that the filters accept; what unblocks it is a result of any worker.
+        Waits for that many groups that are complete and that the filters accept; what unblocks it is a result of any worker. Where too
+        many groups fail, it may be fewer (`Policy.min_share`).
         Raises a `RolloutError` with counts when too many groups were rejected, or when the source has no more."""
         self.ledger.version = version
         stream.step_size = num_groups
@@ -149,6 +154,7 @@ class RolloutScheduler:
         stream.is_exhausted = False
         stream.is_long_round = stream.policy.tail_batching and len(stream.put_off) >= num_groups
         stream.rejected.clear()
+        stream.is_short = False
         self._drop_stale(stream)
         stream.late = {group.number: group for group in stream.running.values() if self._is_last_chance(group)}
         self._pump_soon()
@@ -156,6 +162,9 @@ class RolloutScheduler:
             while (chosen := self._choose(stream, num_groups)) is None:
                 if stream.error is not None:
                     raise stream.error
+                if stream.is_exhausted and not stream.is_short and len(stream.ready) >= stream.least:
+                    stream.is_short = True
+                    continue
                 if stream.is_exhausted and not stream.running:
                     raise RolloutError(
                         f"there are no more groups: {len(stream.ready)} of {num_groups} are complete. {self._tell_rejected(stream)}"
@@ -204,6 +213,34 @@ class RolloutScheduler:
             departed_blocks=_unique([block for rollout in leftovers for block in rollout.departed_blocks]),
         )
 
+    # Who is there.
+
+    def engine_out(self, rank: int) -> None:
+        """Nothing more goes to an engine. What is under way there comes back, or goes on elsewhere, by itself."""
+        self.router.engines.lose(rank)
+
+    def engine_back(self, rank: int) -> None:
+        """An engine serves, with the current weights."""
+        self.router.engines.regain(rank)
+        self._pump_soon()
+
+    def worker_out(self, rank: int, error: WorkerLost) -> None:
+        """An environment worker is gone: its samples go elsewhere."""
+        self._worker_failed(rank, error)
+
+    def worker_back(self, rank: int) -> None:
+        """Another worker has taken its place."""
+        self._cpu_until[rank] = 0.0
+        self._workers.regain(rank)
+        self._pump_soon()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing can go on: every take raises this."""
+        self._error = self._error or error
+        for stream in self._streams:
+            stream.error = stream.error or error
+            stream.changed.set()
+
     # Choosing what a step trains on.
 
     def _choose(self, stream: Stream, num_groups: int) -> list[OpenGroup] | None:
@@ -211,13 +248,14 @@ class RolloutScheduler:
 
         A group whose finished members would be too old for the next step is taken without those that are still under way. These come
         as stragglers with the first take after their end, in addition to the groups that it asks for."""
-        if len(stream.ready) + len(stream.late) < num_groups:
+        needed = stream.least if stream.is_short and (stream.policy.waits or not stream.running) else num_groups
+        if len(stream.ready) + len(stream.late) < needed:
             return None
         for group in list(stream.late.values()):
             if not group.witnesses and (reason := self._judge(group)) is not None:
                 self._reject(group, reason)
         candidates = stream.ready + [group for group in stream.late.values() if not group.witnesses]
-        if len(candidates) < num_groups:
+        if len(candidates) < needed:
             return None
         if stream.policy.extra_groups == 0 or stream.policy.max_staleness:
             candidates.sort(key=lambda group: group.number)
@@ -318,6 +356,7 @@ class RolloutScheduler:
             seconds = self.ledger.follow(sample, info.life)
             for state, spent_s in seconds.items():
                 self._spent_s[state] += spent_s
+            is_mishap = info.fault in MISHAPS
             if info.fault == "engine":
                 self._give_pause(self.router.engines, sample.engine)
             elif info.stop_reason != "aborted":
@@ -325,7 +364,7 @@ class RolloutScheduler:
             if sample.is_unwanted:
                 self._cut_off(sample, info, block)
             elif info.stop_reason in ("failed", "deadline", "aborted"):
-                self._come_back(sample, info.fault == "engine", f"{info.stop_reason}: {info.error.strip()}", info, block)
+                self._come_back(sample, is_mishap, f"{info.stop_reason}: {info.error.strip()}", info, block)
             else:
                 self.router.observe(now - sample.leased_at, seconds.get("waiting", 0.0), seconds.get("generating", 0.0))
                 sample.info, sample.block = info, block
@@ -389,20 +428,24 @@ class RolloutScheduler:
         sample.num_mishaps += is_mishap
         if is_mishap:
             group.engine = -1
-        limit = self._limits.max_attempts
-        if sample.num_failures < limit and sample.num_mishaps < limit * MISHAPS_PER_ATTEMPT:
+        limits = self._limits
+        if sample.num_failures < limits.max_attempts and sample.num_mishaps < limits.max_mishaps:
             stream.tally["retried"] += 1
             self.ledger.move(sample, "admitted")
             self._again.append(sample)
             return
-        times = sample.num_failures + sample.num_mishaps
-        stream.last_failure = (
-            f"sample {sample.sample_id} of task '{sample.task_id}' failed {times} times (`rollout.max_attempts`); last: {why}"
-        )
+        is_own_fault = sample.num_failures >= limits.max_attempts
+        times, key = (sample.num_failures, "max_attempts") if is_own_fault else (sample.num_mishaps, "max_mishaps")
+        stream.last_failure = f"sample {sample.sample_id} of task '{sample.task_id}' failed {times} times (`rollout.{key}`); last: {why}"
         sample.info, sample.block = info, block
         self._leave(sample, "failed", why)
         group.open.remove(sample)
-        self._settle_group(group, "failed")
+        group.num_failed += is_own_fault
+        if is_own_fault and group.is_poisoned:
+            stream.quarantined.append(Quarantined(sample.task_id, sample.domain, times, why))
+            self._reject(group, "failed", "quarantined")
+        else:
+            self._settle_group(group, "failed")
 
     def _cut_off(self, sample: Sample, info: SampleInfo, block: BlockRef) -> None:
         """The result of an abort."""
@@ -439,7 +482,7 @@ class RolloutScheduler:
         group.open = []
         group.stream.forget(group)
 
-    def _reject(self, group: OpenGroup, reason: str) -> None:
+    def _reject(self, group: OpenGroup, reason: str, fate: Fate = "rejected") -> None:
         """The group is of no use; a replacement is drawn, unless too many have been. Stragglers need none."""
         stream = group.stream
         stream.forget(group)
@@ -450,15 +493,17 @@ class RolloutScheduler:
         self._dismiss(group, "filtered", reason)
         if group.witnesses:
             return
-        stream.source.settle(group.request.group_id, "rejected", samples)
+        stream.source.settle(group.request.group_id, fate, samples)
         kind = reason.partition(":")[0]
         stream.rejected[kind] += 1
         stream.tally[f"rejected_{kind}"] += 1
         stream.tally[f"domain/{group.request.task.domain}/num_rejected"] += 1
-        is_short = len(stream.ready) < stream.step_size  # otherwise this was a hunt for later steps
-        if stream.error is None and (
-            (is_short and stream.rejected.total() > stream.policy.max_rejected) or stream.rejected["failed"] > stream.policy.max_failed
-        ):
+        policy, num_failed = stream.policy, stream.rejected["failed"]
+        stream.is_short = stream.is_short or num_failed > policy.max_failed
+        is_hopeless = stream.is_short and not policy.waits and len(stream.ready) + len(stream.running) < stream.least
+        is_needed = len(stream.ready) < stream.step_size  # otherwise this was a hunt for later steps
+        num_rejected = stream.rejected.total() - (num_failed if policy.waits else 0)
+        if stream.error is None and (is_hopeless or (is_needed and num_rejected > policy.max_rejected)):
             stream.error = RolloutError(self._tell_rejected(stream))
         if stream.is_taking:
             stream.changed.set()
@@ -519,7 +564,7 @@ class RolloutScheduler:
         try:
             self._hand_out()
         except Exception as error:  # of a source, say: nobody else would hear of it
-            self._fail(error)
+            self.fail(error)
         for worker, leases in self._outbox.items():
             self._spawn(self._send_leases(worker, leases))
         self._outbox = {}
@@ -616,7 +661,7 @@ class RolloutScheduler:
         """Nobody awaits these tasks: what one of them raises must not be lost."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
-            self._fail(error)
+            self.fail(error)
 
     async def _send_leases(self, worker: int, leases: Sequence[Lease]) -> None:
         try:
@@ -648,7 +693,7 @@ class RolloutScheduler:
                     return
                 self._collect(worker, report, block)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             del self._pollers[worker]
 
@@ -658,9 +703,10 @@ class RolloutScheduler:
         for sample in list(self._leased_to[worker].values()):
             self._take_back(sample, why)
         if isinstance(error, WorkerLost):
+            self._workers.failed(worker)
             self._workers.lose(worker)
-            if not len(self._workers):
-                self._fail(error)
+            if not len(self._workers) and not self._is_supervised:
+                self.fail(error)
         else:
             self._give_pause(self._workers, worker)
         self._pump_soon()
@@ -670,13 +716,6 @@ class RolloutScheduler:
         pause_s = pool.failed(rank)
         if pause_s is not None:
             asyncio.get_running_loop().call_later(pause_s, self._back, pool, rank)
-
-    def _fail(self, error: Exception) -> None:
-        """Nothing can go on: every take raises this."""
-        self._error = self._error or error
-        for stream in self._streams:
-            stream.error = stream.error or error
-            stream.changed.set()
 
     def _back(self, pool: Pool, rank: int) -> None:
         pool.back(rank)
@@ -699,6 +738,7 @@ class RolloutScheduler:
 
     def _rollout(self, stream: Stream, chosen: Sequence[OpenGroup]) -> Rollout:
         left, stream.left = stream.left, []
+        quarantined, stream.quarantined = stream.quarantined, []
         report = {**stream.report(chosen, self.ledger.version), **self._report(stream)} if chosen else {}
         return Rollout(
             groups=tuple([group.metadata for group in chosen]),
@@ -706,6 +746,7 @@ class RolloutScheduler:
             departures=tuple([departure for departure, _ in left]),
             departed_blocks=_unique([block for _, block in left if block is not None]),
             report=report,
+            quarantined=tuple(quarantined),
         )
 
     def _report(self, stream: Stream) -> dict[str, float]:

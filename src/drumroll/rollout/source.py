@@ -41,8 +41,8 @@ class GroupRequest:
         return f"{self.group_id}+{self.times_put_off}" if self.times_put_off else self.group_id
 
 
-Fate = Literal["consumed", "rejected", "surplus"]
-"""What became of a group: trained on, of no use, or more than a step needed."""
+Fate = Literal["consumed", "rejected", "surplus", "quarantined"]
+"""What became of a group: trained on, of no use, more than a step needed, or of a task that always fails."""
 
 
 class Source(Protocol):
@@ -101,13 +101,17 @@ class TaskSource:
         self._queue: deque[tuple[str, int]] = deque()
         """Group id and number of the task."""
         self._drawn: dict[str, int] = {}
+        self._quarantined: set[int] = set()
+        """Numbers of tasks that are not drawn any more."""
         self._lock = threading.Lock()
 
-    def draw(self) -> GroupRequest:
+    def draw(self) -> GroupRequest | None:
         with self._lock:
-            if not self._queue:
+            while not self._queue:
+                if len(self._quarantined) == len(self._tasks.tasks):
+                    return None
                 self._round += 1
-                numbers = self._tasks.take_numbers(self._groups_per_round)
+                numbers = [number for number in self._tasks.take_numbers(self._groups_per_round) if number not in self._quarantined]
                 self._queue.extend((f"{self._label}/{self._round:06d}/{place:04d}", number) for place, number in enumerate(numbers))
             group_id, number = self._queue.popleft()
             self._drawn[group_id] = number
@@ -119,6 +123,9 @@ class TaskSource:
     def settle(self, group_id: str, fate: Fate, samples: Sequence[SampleInfo]) -> None:
         with self._lock:
             number = self._drawn.pop(group_id)
+            if fate == "quarantined":
+                self._quarantined.add(number)
+                self._queue = deque(pair for pair in self._queue if pair[1] != number)
             rate = success_rate(samples)
             if rate is not None and fate != "surplus" and isinstance(self._tasks, Curriculum):
                 self._tasks.learn(number, rate)
@@ -126,7 +133,12 @@ class TaskSource:
     def state(self) -> dict[str, Any]:
         with self._lock:
             waiting = [*self._drawn.items(), *self._queue]
-            return {"cursor": self._tasks.state(), "round": self._round, "waiting": [list(pair) for pair in waiting]}
+            return {
+                "cursor": self._tasks.state(),
+                "round": self._round,
+                "waiting": [list(pair) for pair in waiting],
+                "quarantined": sorted(self._quarantined),
+            }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Whatever was drawn and not settled comes first again."""
@@ -135,6 +147,7 @@ class TaskSource:
             self._round = state["round"]
             self._queue = deque((group_id, number) for group_id, number in state["waiting"])
             self._drawn = {}
+            self._quarantined = set(state.get("quarantined", ()))
 
 
 class Mixture:
@@ -157,11 +170,12 @@ class Mixture:
         """Where each group under way is from."""
         self._lock = threading.Lock()
 
-    def draw(self) -> GroupRequest:
+    def draw(self) -> GroupRequest | None:
         with self._lock:
             name = self._next()
             request = self._sources[name].draw()
-            self._drawn[request.group_id] = name
+            if request is not None:
+                self._drawn[request.group_id] = name
             return request
 
     def settle(self, group_id: str, fate: Fate, samples: Sequence[SampleInfo]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, get_args
 
 from drumroll.life import Departure
@@ -41,9 +42,25 @@ class Policy:
     max_rejected: int = 0
     """Groups rejected in one take before it gives up."""
     max_failed: int = 0
-    """Groups among those that failed."""
+    """Groups among those that failed; then the take goes on with fewer, if `min_share` allows it."""
+    min_share: float = 1.0
+    """Share of the groups asked for that a take must have, whatever failed."""
+    waits: bool = False
+    """Whether a take that has less goes on drawing groups, rather than giving up."""
     is_urgent: bool = False
     """Whether its samples go before those of other streams."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A task that fails by itself, whoever attempts it."""
+
+    task_id: str
+    domain: str
+    attempts: int
+    """Of one of its samples."""
+    reason: str
+    """Of the last failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +75,8 @@ class Rollout:
     departed_blocks: tuple[BlockRef, ...] = ()
     """Where those samples' trajectories are, as far as there are any."""
     report: dict[str, float] = field(default_factory=dict)
+    quarantined: tuple[Quarantined, ...] = ()
+    """Tasks that will not be drawn again, found since the last take."""
 
     @property
     def samples(self) -> list[SampleInfo]:
@@ -81,6 +100,16 @@ class OpenGroup:
     """That holds the prompt's cache."""
     witnesses: tuple[float, ...] = ()
     """Rewards of members that have been taken already; the others are stragglers."""
+    num_failed: int = 0
+    """Members that have left because they failed by themselves too often."""
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether it seems to be the task that fails: of no attempt at it is a result known, and of most members that were begun a
+        failure."""
+        begun = [sample for sample in self.open if sample.attempt >= 0]
+        num_failed = self.num_failed + sum(sample.num_failures > 0 for sample in begun)
+        return not self.done and not self.witnesses and 2 * num_failed >= self.num_failed + len(begun)
 
     @property
     def min_size(self) -> int:
@@ -131,6 +160,9 @@ class Stream:
     error: Exception | None = None
     rejected: Counter[str] = field(default_factory=Counter)
     last_failure: str = ""
+    quarantined: list[Quarantined] = field(default_factory=list)
+    is_short: bool = False
+    """Whether so many groups failed that the take under way may go on with fewer than it asked for."""
     tally: Counter[str] = field(default_factory=Counter)
     left: list[tuple[Departure, BlockRef | None]] = field(default_factory=list)
     lengths: deque[tuple[list[int], list[int], list[int]]] = field(init=False)
@@ -152,8 +184,15 @@ class Stream:
             return 0
         return self.step_size + (0 if self.is_long_round else policy.extra_groups)
 
+    @property
+    def least(self) -> int:
+        """Groups that a take must have at least."""
+        return max(1, ceil(self.policy.min_share * self.step_size))
+
     def draw(self) -> GroupRequest | None:
         """The next group, if there is room for one and one to be had."""
+        if self.is_short and not self.policy.waits:
+            return None
         if self.error is not None or len(self.running) + len(self.ready) >= self.capacity:
             return None
         if self.is_long_round and self.put_off:

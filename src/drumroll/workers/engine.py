@@ -15,10 +15,16 @@ from drumroll.cluster.transport import ReceivesWeights
 from drumroll.config.models import EngineConfig
 from drumroll.registry import REGISTRY
 from drumroll.rollout.engine_client import EnginePoll
-from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo
+from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo, Sampling
 
 NEWS_S = 0.5
 """Clients hear of replies that go on at least this often, and so can tell a long one from an engine that hangs."""
+
+
+WATCH = "watch"
+"""The client that asks for a token to see whether there is one."""
+PULSE_S = 0.1
+"""How often it looks."""
 
 
 class EngineWorker(ReceivesWeights):
@@ -72,6 +78,21 @@ class EngineWorker(ReceivesWeights):
         finally:
             for event in self._news.values():
                 event.set()
+
+    async def pulse(self) -> None:
+        """Returns once the engine is seen to get on with its work: it gives a token, of somebody's reply or of one that is asked for here
+        because nobody waits for any. One that may not compute has nothing to show. Raises what broke the engine."""
+        before = self.backend.load().num_tokens_total
+        while True:
+            if self._pump is not None and self._pump.done():
+                await self._pump
+            load = self.backend.load()
+            if load.paused or load.num_tokens_total != before:
+                return
+            if not load.num_running and not load.num_waiting:
+                await self.submit(WATCH, [GenRequest("pulse", [0], Sampling(max_new_tokens=1), seed=0)])
+            await asyncio.sleep(PULSE_S)
+            self._inbox.pop(WATCH, None)
 
     async def pause(self) -> None:
         await self.backend.pause()

@@ -19,7 +19,7 @@ from drumroll.envs.blocking import end_processes
 from drumroll.registry import REGISTRY
 from drumroll.rewards.compose import RewardSet, Verdict
 from drumroll.rewards.place import Place
-from drumroll.rollout.engine_client import EngineClient
+from drumroll.rollout.engine_client import EngineClient, Engines
 from drumroll.rollout.episode import Engine, Limits, Setting, Stage, run_episode
 from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.reward_client import RewardClient
@@ -73,6 +73,8 @@ class EnvironmentWorker:
         )
         self._endpoint = Endpoint(self._stage.renderer.tokenizer, keeps_cache=keeps_cache)
         self._client_id = f"environment-{rank.rank}"
+        self._engines = Engines(())
+        self._reward_pool: RewardClient | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._unwanted: dict[tuple[str, int], asyncio.Future[None]] = {}
         """(sample, attempt) of every episode → done when nobody wants it any more."""
@@ -81,14 +83,26 @@ class EnvironmentWorker:
 
     async def connect(self, engines: Sequence[Handle], reward_workers: Sequence[Handle] = ()) -> None:
         """Say where replies and pooled rewards come from; comes before the first lease."""
-        pool = RewardClient(reward_workers) if reward_workers else None
+        pool = self._reward_pool = RewardClient(reward_workers) if reward_workers else None
         settings = {name: self._setting(name, sections, pool) for name, sections in self._domains.items()}
-        clients = [EngineClient(handle.call, self._client_id) for handle in engines]
+        # Replies that are taken up elsewhere are the same to the last bit only if they begin anew.
+        self._engines = Engines([self._client(handle) for handle in engines], goes_on=self._stage.keeps_cache)
         if any(setting.agent is not None for setting in settings.values()):
             await self._endpoint.start()
-        self._stage = replace(self._stage, settings=settings, engines=clients)
+        self._stage = replace(self._stage, settings=settings, engines=self._engines)
         for setting in settings.values():
             await setting.rewards.start(self._place)
+
+    async def take_up(self, worker: Handle) -> None:
+        """An engine or a reward worker has been replaced, and serves."""
+        if worker.role == "actor_infer":
+            self._engines.replace(worker.rank, self._client(worker))
+        else:
+            assert self._reward_pool is not None, f"{worker.where} serves nobody here"
+            self._reward_pool.replace(worker.rank, worker)
+
+    def _client(self, engine: Handle) -> EngineClient:
+        return EngineClient(engine.call, self._client_id)
 
     async def lease(self, leases: Sequence[Lease]) -> None:
         """Start an episode for each; returns when all have begun, and does not wait for their ends."""

@@ -16,6 +16,7 @@ from drumroll.algo.critic import value_loss
 from drumroll.algo.distill import build_imitation
 from drumroll.algo.loss import Loss, cross_entropy
 from drumroll.backends.train.base import Head, Metrics, RankState, Reads, TrainBackend
+from drumroll.backends.train.memory import Memory
 from drumroll.cluster.transport import SendsWeights
 from drumroll.config.models import AlgoConfig, SoftTargetsConfig, TrainerConfig
 from drumroll.registry import REGISTRY
@@ -96,6 +97,18 @@ class TrainWorker(SendsWeights):
     def snapshot(self) -> None:
         """Copy the training state to host memory, for the next `save`."""
         self._snapshot = self.backend.snapshot()
+
+    def state_bytes(self) -> int:
+        """About how large what `remember` returns is."""
+        return self.backend.state_bytes()
+
+    def remember(self) -> tuple[bool, Memory]:
+        """That it is done, and the training state as it is, for somebody to keep who outlives this process."""
+        return True, Memory.of(self.backend.snapshot())
+
+    def recall(self, memory: Memory) -> None:
+        """Go back to what this rank, or the one before it in its place, was to remember."""
+        self.backend.restore(memory.state())
 
     async def save(self, folder: str) -> None:
         """Write the snapshot and let go of it. The compute thread trains on meanwhile."""

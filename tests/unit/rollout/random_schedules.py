@@ -28,7 +28,7 @@ from drumroll.life import FINAL, Departure, Stamp, State, check_order, unpack_li
 from drumroll.rollout.lease import Lease
 from drumroll.rollout.ledger import Ledger, Sample
 from drumroll.rollout.router import MAX_BENCH_S
-from drumroll.rollout.scheduler import CALL_S, MISHAPS_PER_ATTEMPT, Limits, RolloutScheduler
+from drumroll.rollout.scheduler import CALL_S, Limits, RolloutScheduler
 from drumroll.rollout.simulation import Chaos, Script, SimulatedCluster, simulate
 from drumroll.rollout.source import GroupRequest, ListSource, TaskSource
 from drumroll.rollout.stream import Policy, Rollout, Stream
@@ -135,7 +135,7 @@ class Schedule:
         a pause, has run everybody else, one by one."""
         num_groups = self.groups * (1 + self.policy.max_staleness) + self.policy.extra_groups
         num_samples = num_groups * (self.group_size + self.policy.extra_samples) + EVALUATED
-        return self.limits.max_attempts * (1 + MISHAPS_PER_ATTEMPT) * num_samples * (self.lease_s + MAX_BENCH_S)
+        return (self.limits.max_attempts + self.limits.max_mishaps) * num_samples * (self.lease_s + MAX_BENCH_S)
 
 
 def draw(seed: int) -> Schedule:

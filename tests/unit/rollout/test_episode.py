@@ -613,12 +613,12 @@ class TestEngineClient:
     @pytest.mark.parametrize("broken", ["submit", "poll"])
     def test_an_engine_that_is_out_of_reach_fails_everyone_who_waits(self, broken: str) -> None:
         engine = Line(broken=broken)
-        assert [(chunk.finish, chunk.error) for chunk in self.ask(engine, 3)] == [("error", "it did not answer: gone")] * 3
+        assert [(chunk.finish, chunk.error) for chunk in self.ask(engine, 3)] == [("lost", "it did not answer: gone")] * 3
         assert engine.aborted == ["r0", "r1", "r2"], "should it come back, nothing of it is wanted any more"
 
     def test_so_does_one_that_cannot_be_told_to_abort(self) -> None:
         late, failed = self.ask(Line("part", *["busy"] * 100, broken="abort"), 2)
-        assert (late.finish, failed.finish) == ("deadline", "error")
+        assert (late.finish, failed.finish) == ("deadline", "lost")
 
     def test_a_frozen_engine_is_noticed_by_the_deadline_of_a_call(self) -> None:
         async def frozen(method: str, *arguments: Any, deadline_s: float) -> Any:
@@ -627,7 +627,7 @@ class TestEngineClient:
 
         engine = Line()
         engine.call = frozen  # type: ignore[method-assign, assignment]
-        assert [chunk.finish for chunk in self.ask(engine, 2)] == ["error"] * 2
+        assert [chunk.finish for chunk in self.ask(engine, 2)] == ["lost"] * 2
 
     def test_a_silent_engine_at_work_is_late(self) -> None:
         engine = Line(*["silent"] * 100)

@@ -396,18 +396,71 @@ def test_a_sample_that_fails_is_leased_again_with_its_seed() -> None:
         rollout = await stage.scheduler.take(stage.open(Groups(size=2)), 4, version=0)
         assert len(rollout.samples) == 8
         attempts = [lease for lease in stage.leases if lease.sample_id == "g002/001"]
-        assert [lease.attempt for lease in attempts] == [0, 1, 2]
+        assert [lease.attempt for lease in attempts] == [0, 1]
         assert len({lease.seed for lease in attempts}) == 1
-        assert {sample.sample_id: sample.attempt for sample in rollout.samples}["g002/001"] == 2
-        assert rollout.report["rollout/num_retried"] == 2
+        assert {sample.sample_id: sample.attempt for sample in rollout.samples}["g002/001"] == 1
+        assert rollout.report["rollout/num_retried"] == 1
+        assert rollout.quarantined == ()
 
-    play(scene, lambda lease: Script(((10, 0.0),), fails="reward" if lease.sample_id == "g002/001" and lease.attempt < 2 else ""))
+    play(scene, lambda lease: Script(((10, 0.0),), fails="reward" if lease.sample_id == "g002/001" and lease.attempt < 1 else ""))
+
+
+def test_a_task_that_always_fails_is_tried_twice_and_quarantined() -> None:
+    async def scene(stage: Stage) -> None:
+        source = Groups(size=4)
+        rollout = await stage.scheduler.take(stage.open(source, max_failed=3), 4, version=0)
+        assert len(rollout.samples) == 16, "another group has taken its place"
+        (found,) = rollout.quarantined
+        assert (found.task_id, found.attempts, found.reason.partition(":")[0]) == ("t1", 2, "failed")
+        assert max(lease.attempt for lease in stage.leases if lease.group_id == "g001") == 1, "two attempts at most"
+
+    play(scene, lambda lease: Script(((10, 0.0),), fails="environment" if lease.group_id == "g001" else ""))
+
+
+def test_a_task_that_fails_now_and_then_is_not_quarantined() -> None:
+    async def scene(stage: Stage) -> None:
+        rollout = await stage.scheduler.take(stage.open(Groups(size=4), max_failed=3), 4, version=0)
+        assert rollout.quarantined == ()
+        assert rollout.report["rollout/num_rejected_failed"] == 1
+
+    play(scene, lambda lease: Script(((10, 0.0),), fails="environment" if lease.sample_id == "g001/002" else ""), slots=8)
+
+
+def test_a_step_may_go_on_with_its_least_share_when_tasks_keep_failing() -> None:
+    async def scene(stage: Stage) -> None:
+        rollout = await stage.scheduler.take(stage.open(Groups(size=2), max_failed=2, min_share=0.5), 4, version=0)
+        assert 2 <= len(rollout.groups) < 4
+        with pytest.raises(RolloutError, match="failed 2 times"):
+            await stage.scheduler.take(stage.open(Groups(size=2), max_failed=2), 4, version=0)
+
+    play(scene, lambda lease: Script(((10, 0.0),), fails="environment" if number_of(lease)[0] % 2 else ""))
+
+
+def test_a_step_that_waits_draws_until_it_has_its_share() -> None:
+    async def scene(stage: Stage) -> None:
+        stream = stage.open(Groups(size=2), max_failed=0, max_rejected=1, waits=True)
+        assert len((await stage.scheduler.take(stream, 4, version=0)).groups) == 4
+
+    play(scene, lambda lease: Script(((10, 0.0),), fails="environment" if number_of(lease)[0] % 3 else ""))
+
+
+def test_an_engine_that_is_out_gets_nothing_until_it_is_back() -> None:
+    async def scene(stage: Stage) -> None:
+        stage.scheduler.engine_out(0)
+        stream = stage.open(Groups(size=2))
+        await stage.scheduler.take(stream, 4, version=0)
+        assert {lease.engine for lease in stage.leases} == {1}
+        stage.scheduler.engine_back(0)
+        await stage.scheduler.take(stream, 4, version=1)
+        assert {lease.engine for lease in stage.leases} == {0, 1}
+
+    play(scene)
 
 
 def test_a_sample_that_keeps_failing_is_named() -> None:
     async def scene(stage: Stage) -> None:
         with pytest.raises(
-            RolloutError, match=r"sample g001/001 of task 't1' failed 3 times \(`rollout\.max_attempts`\); last: failed: it fails"
+            RolloutError, match=r"sample g001/001 of task 't1' failed 2 times \(`rollout\.max_attempts`\); last: failed: it fails"
         ):
             await stage.scheduler.take(stage.open(Groups(size=2)), 4, version=0)
 

@@ -116,6 +116,10 @@ class TrainBackend(ABC):
         takes, training waits for this alone."""
 
     @abstractmethod
+    def state_bytes(self) -> int:
+        """About how large a snapshot is once the optimizer has its state."""
+
+    @abstractmethod
     def save(self, state: RankState, folder: Path) -> None:
         """Write a snapshot into `folder`, which all ranks share, down to the disk (see `shards`).
 
@@ -128,6 +132,10 @@ class TrainBackend(ABC):
 
         Training goes on bit for bit as it would have with the same number of ranks, and to rounding with another. A state that
         is damaged, incomplete or of another model raises `CheckpointError` on every rank and leaves all of them as they were."""
+
+    @abstractmethod
+    def restore(self, state: RankState) -> None:
+        """Go to a snapshot of this very rank, taken by it or by the one before it in its place: bit for bit where that stood."""
 
     @abstractmethod
     def begin(self, schedule: Schedule) -> None:

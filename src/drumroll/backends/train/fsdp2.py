@@ -325,6 +325,10 @@ class Fsdp2(TrainBackend):
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
         return RankState(pieces, self._schedule, self._num_updates, rng)
 
+    def state_bytes(self) -> int:
+        weights = (local(tensor.detach()) for tensor in self._learning.values())
+        return 3 * sum(weight.numel() * weight.element_size() for weight in weights)  # AdamW has two moments of each
+
     def save(self, state: RankState, folder: Path) -> None:
         write_rank(folder, self._group.rank, self._group.world, self.dtype, state)
 
@@ -339,7 +343,7 @@ class Fsdp2(TrainBackend):
         if failure is not None:
             raise failure
         assert state is not None
-        self._restore(state)
+        self.restore(state)
 
     def _share_of(self, folder: Path) -> RankState:
         """What this rank will hold of a saved state."""
@@ -363,7 +367,7 @@ class Fsdp2(TrainBackend):
                 pieces.append((whole.model_copy(update={"rows": rows}), values))
             return RankState(pieces, shards.schedule, shards.update, shards.rng(self._group.rank))
 
-    def _restore(self, state: RankState) -> None:
+    def restore(self, state: RankState) -> None:
         self._schedule, self._num_updates = state.schedule, state.update
         self._optimizer = self._fresh_optimizer()
         for extent, value in state.pieces:

@@ -1,0 +1,131 @@
+"""Those who hold what is learnt, and those who prepare it for them: how a call of them survives the loss of one.
+
+    redone(attempt) ──► attempt ──► remember: a copy of the learners' state, in Ray's object store
+          ▲                │ somebody is lost
+          └── recall ◄── the whole role starts anew
+
+Ranks of a role meet in collectives and cannot go on without one of them, so that a role starts anew as a whole. What was under way is done
+again from the copy, with the same result. Without a copy the error goes up, and the run goes back to its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+from drumroll.cluster.cluster import Cluster, Ref
+from drumroll.cluster.residency import Arbiter
+from drumroll.cluster.session import Session
+from drumroll.cluster.supervision import Budget, Supervisor, Ward, role_lost
+from drumroll.config.models import RunConfig
+from drumroll.errors import RoleLost, WorkerError
+from drumroll.plan import Plan
+
+Outcome = TypeVar("Outcome")
+
+MAX_MEMORY_SHARE = 0.5
+"""Of the object store, for two copies of the learners' state: the last one, and the one that takes its place."""
+
+
+class Learners:
+    """The roles of a run that are brought back by whoever calls them."""
+
+    def __init__(self, cfg: RunConfig, session: Session, supervisor: Supervisor, plan: Plan, arbiter: Arbiter) -> None:
+        self._cfg = cfg
+        self._session = session
+        self._supervisor = supervisor
+        self._plan = plan
+        self._arbiter = arbiter
+        self._clusters: dict[str, Cluster] = {}
+        """By role."""
+        self._wards: dict[str, Ward] = {}
+        self._budgets: dict[str, Budget] = {}
+        self._memory: dict[str, list[Ref]] = {}
+        """By role: what its ranks come back from, an object for each. Empty where none is kept."""
+        self._remembers: bool | None = None
+        """Whether copies are kept, once that is known."""
+        self.started_anew: Callable[[str], None] = lambda role: None
+        """Told of each role that was started anew."""
+
+    def add(self, cluster: Cluster) -> None:
+        """A role has been launched. From now on one of its workers that is frozen is ended, so that whoever calls it hears of it."""
+        self._clusters[cluster.role] = cluster
+        self._wards[cluster.role] = self._supervisor.guard(cluster)
+
+    @property
+    def learning(self) -> dict[str, Cluster]:
+        """Those of them that have a state, by role."""
+        return {role: self._clusters[role] for role in ("actor_train", "critic") if role in self._clusters}
+
+    def redone(self, attempt: Callable[[], Outcome], *, changes: bool = False) -> Outcome:
+        """Do something with these roles. Where a worker is lost meanwhile, its role starts anew, the learners go back to where they were,
+        and it is done again. `changes`: it leads to a new state, which is where they go back to from now on."""
+        while True:
+            try:
+                outcome = attempt()
+                if changes:
+                    self.remember()
+                return outcome
+            except WorkerError as error:
+                self._bring_back(error)
+
+    def remember(self) -> None:
+        """Keep a copy of the learners' state outside of their processes, where there is room for it."""
+        if self._remembers is None:
+            self._remembers = self._has_room()
+        if self._remembers:
+            answers = {
+                role: [cluster.refs(rank, 2, "remember") for rank in range(cluster.world)] for role, cluster in self.learning.items()
+            }
+            for ranks in answers.values():
+                for done, _ in ranks:
+                    done.fetch()
+            self._memory = {role: [copy for _, copy in ranks] for role, ranks in answers.items()}
+
+    def forget(self) -> None:
+        """The learners are about to go elsewhere: no copy is where they would go back to."""
+        self._memory.clear()
+
+    def start_anew(self, cluster: Cluster, error: WorkerError) -> None:
+        """Launch a whole role again, as often as it is allowed."""
+        role = cluster.role
+        if role in self._wards:
+            self._supervisor.let_go(self._wards.pop(role))
+        budget = self._budgets.setdefault(role, Budget(self._cfg.supervision))
+        pause_s = budget.spend()
+        if pause_s is None:
+            raise role_lost(cluster, 0, error, f"restarts are used up: {budget}") from error
+        self._supervisor.say("role lost", f"{error}\n{role} starts anew.")
+        time.sleep(pause_s)
+        on_devices = [planned for planned in self._plan.roles if planned == role]
+        with self._arbiter.grant(on_devices[0]) if on_devices else nullcontext():
+            cluster.relaunch()
+        self.add(cluster)
+        self.started_anew(role)
+
+    def _has_room(self) -> bool:
+        wanted = self._cfg.checkpoint.in_memory
+        if wanted != "auto":
+            return wanted
+        needed = sum(sum(cluster.all("state_bytes")) for cluster in self.learning.values())
+        return 2 * needed <= MAX_MEMORY_SHARE * self._session.object_store_bytes()
+
+    def _bring_back(self, error: WorkerError) -> None:
+        """Start those anew who are lost, and take the learners back. Raises the error where that cannot be done: nobody is lost, there is
+        no copy to go back to, or a role has been started too often."""
+        if isinstance(error, RoleLost):
+            raise error
+        lost = {role: found for role, cluster in self._clusters.items() if (found := cluster.lost(self._cfg.supervision.silence_s))}
+        if not lost:
+            raise error
+        for role, found in lost.items():
+            self.start_anew(self._clusters[role], next(iter(found.values())))
+        if not lost.keys() & self.learning.keys():
+            return
+        if not self._memory:
+            raise error
+        for role, cluster in self.learning.items():
+            cluster.shards("recall", self._memory[role])
+        self._supervisor.say("redone", "The learners stand where they stood before, and what was under way is done again.")
