@@ -202,6 +202,18 @@ class Group:
     """Rewards of members that an earlier step has trained on: these samples are compared with them too."""
 
 
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A task that fails by itself, whoever attempts it."""
+
+    task_id: str
+    domain: str
+    attempts: int
+    """Of one of its samples."""
+    reason: str
+    """Of the last failure."""
+
+
 @dataclass(slots=True)
 class SampleInfo(Parcel):
     """What the controller knows of a sample: a few hundred bytes, never its tokens. Not frozen, because that makes building one,

@@ -134,6 +134,8 @@ class Host:
 
     _computing: tuple[str, float, int] | None = None
     """Method, beginning and thread of what the compute thread does."""
+    _never: asyncio.Event | None = None
+    """Kept here: the event loop alone does not keep a task that nothing will wake."""
 
     def __init__(self) -> None:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
@@ -151,7 +153,9 @@ class Host:
 
     async def vigil(self) -> None:
         """Never returns: whoever waits for it hears at once of this process's end."""
-        await asyncio.Event().wait()
+        if self._never is None:
+            self._never = asyncio.Event()
+        await self._never.wait()
 
     async def whereabouts(self) -> Whereabouts:
         """What the compute thread does at this moment; answered while it does."""

@@ -59,4 +59,5 @@ class Evaluator:
         ]
         rollout = self._fleet.roll_out(requests, version)
         self._fleet.record(label, step, rollout)
+        self._rec.note_quarantined(rollout.quarantined)
         return rollout.samples

@@ -54,6 +54,9 @@ TRAINER, CRITIC = "trainer", "critic"
 MAX_UNWRITTEN = 4
 """Calls of the recorder that may be under way."""
 
+MIN_ROLLED_OUT = 0.5
+"""Share of the groups of an evaluation that must come to an end."""
+
 FAILED_FINISH_S = 10.0
 """How long a run that failed waits for its last samples to be written."""
 
@@ -261,8 +264,8 @@ class Fleet:
             self._training = None
 
     def roll_out(self, requests: Sequence[GroupRequest], version: Version) -> Rollout:
-        """Run exactly these groups to their ends on the engines' current weights."""
-        stream = self._rollouts.open(ListSource(requests), Policy(is_urgent=True))
+        """Run exactly these groups to their ends on the engines' current weights. Those that fail are missing, if they are not too many."""
+        stream = self._rollouts.open(ListSource(requests), _every_group(len(requests)))
         with self._arbiter.grant("actor_infer"):
             rollout = self._rollouts.take(stream, len(requests), version.step)
         self._rollouts.close(stream)
@@ -685,6 +688,11 @@ class Fleet:
         own = [json.loads((folder / "config.json").read_text()).get("max_position_embeddings") for folder in folders]
         limits = [cfg.rollout.max_tokens, cfg.engine.context_tokens, *own]
         return min(int(limit) for limit in limits if limit is not None)
+
+
+def _every_group(count: int) -> Policy:
+    """Of an evaluation."""
+    return Policy(is_urgent=True, max_rejected=count, max_failed=count, min_share=MIN_ROLLED_OUT)
 
 
 def _training_policy(cfg: RlConfig) -> Policy:

@@ -121,6 +121,7 @@ def take_step(cfg: RlConfig, fleet: Fleet, rec: Recorder, keeper: Keeper) -> Non
         with rec.phase("sync"):
             sync = fleet.push(keeper.version(step))
         fleet.record("train", step, rollout)
+        rec.note_quarantined(rollout.quarantined)
         fleet.record_spans(rec.take_spans(step))
         rec.log_step(step, rollout.samples, {**rollout.report, **batch.report, **sync.metrics}, updates, sync.digest, critic=of_critic)
         keeper.progress.step, keeper.progress.carried = step, carried_by(batch.report)

@@ -16,7 +16,7 @@ from drumroll.cluster.cluster import Cluster, Handle
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.supervision import Supervisor, Ward
 from drumroll.cluster.weights import Cache, SyncReport, WeightSync
-from drumroll.errors import WorkerError, WorkerLost
+from drumroll.errors import WeightSyncError, WorkerError, WorkerLost
 from drumroll.pipelines.learners import Learners
 from drumroll.rollout.service import RolloutService
 from drumroll.types import Version
@@ -89,7 +89,13 @@ class Servers:
         with self._arbiter.grant("actor_train"):
             if self._offload:
                 tell(self._engines, ranks, "wake")
-            report = self._sync.push(version, ranks=ranks, cache=self._cache)
+            try:
+                report = self._sync.push(version, ranks=ranks, cache=self._cache)
+            except WorkerLost:
+                raise
+            except (WorkerError, WeightSyncError) as error:  # engines have given the version up; it may have been a hiccup
+                self._supervisor.say("sync failed", f"version {version} could not be sent, and is sent again: {error}")
+                report = self._sync.push(version, ranks=ranks, cache=self._cache)
             for rank in ranks:
                 if rank in report.failed:
                     self._engine_failed(rank, report.failed[rank])

@@ -23,7 +23,7 @@ from drumroll.record.metrics import REWARD, SUCCESS, TOKENS_PER_S, EvalStage, Me
 from drumroll.record.phases import PhaseTimer
 from drumroll.record.report import Scores, Summary, pick_transcripts, print_report, write_summary
 from drumroll.record.store import Reader
-from drumroll.types import SampleInfo
+from drumroll.types import Quarantined, SampleInfo
 
 MAX_IDLE_STEPS = 10
 """Steps in a row without anything to learn from, after which a run stops."""
@@ -86,6 +86,8 @@ class Recorder:
         """Whether a reference gives every token a gradient, also where rewards say nothing."""
         self._first_mismatches: list[float] = []
         self._warned_of_mismatch = False
+        self._quarantined: dict[str, str] = {}
+        """Task → why it is not drawn any more."""
         self._scores: dict[EvalStage, Scores] = {}
         self._last_score: float | None = None
         self._last_step = 0
@@ -227,6 +229,13 @@ class Recorder:
             self.folder.incident("nonfinite", where=where, update=number, **facts, samples=list(sample_ids))
             self.warn(f"{where}: update {number} was skipped, its loss or gradient is not finite (incidents.jsonl).")
 
+    def note_quarantined(self, tasks: Sequence[Quarantined]) -> None:
+        """Tasks that always fail: they are not drawn again, and the report names them."""
+        for task in tasks:
+            self._quarantined[task.task_id] = task.reason
+            self.folder.incident("quarantined", **asdict(task))
+            self.warn(f"task '{task.task_id}' failed {task.attempts} times by itself and is quarantined; last: {task.reason}")
+
     def warn(self, text: str) -> None:
         """Tell the user something that does not stop the run."""
         self._view.note(text)
@@ -239,6 +248,7 @@ class Recorder:
             "scores": {stage: dict(scores) for stage, scores in self._scores.items()},
             "idle_steps": self._idle_steps,
             "first_mismatches": list(self._first_mismatches),
+            "quarantined": dict(self._quarantined),
             "num_nonfinite": self.num_nonfinite,
             "last_step": self._last_step,
             "seconds": self._timer.totals(),
@@ -250,6 +260,7 @@ class Recorder:
         self._scores = {stage: dict(scores) for stage, scores in state["scores"].items()}
         self._idle_steps = state["idle_steps"]
         self._first_mismatches = list(state.get("first_mismatches", ()))
+        self._quarantined = dict(state.get("quarantined", {}))
         self.num_nonfinite = state["num_nonfinite"]
         self._last_step = state["last_step"]
         self._timer.restore(state["seconds"])
@@ -282,6 +293,7 @@ class Recorder:
             before=self._scores.get("before", {}),
             after=self._scores.get("after", {}),
             comparison=self._scores.get("comparison", {}),
+            quarantined=self._quarantined,
             details={"seed": self._cfg.seed},
         )
         write_summary(self.folder, summary)

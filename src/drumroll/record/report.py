@@ -36,11 +36,14 @@ class Summary:
     after: Scores = field(default_factory=dict)
     comparison: Scores = field(default_factory=dict)
     """On the held-out tasks, when RL's compute is spent on more SFT instead."""
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    """Tasks that always failed, and why."""
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        names = ("name", "steps", "before", "after", "comparison", "seconds", "tokens")
-        return {**{name: getattr(self, name) for name in names if name != "comparison" or self.comparison}, **self.details}
+        names = ("name", "steps", "before", "after", "comparison", "quarantined", "seconds", "tokens")
+        seldom = ("comparison", "quarantined")
+        return {**{name: getattr(self, name) for name in names if name not in seldom or getattr(self, name)}, **self.details}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,10 @@ def print_report(console: Console, folder: RunFolder, summary: Summary, transcri
     if transcripts:
         console.print(Text("The same held-out tasks before and after", style="bold"))
         console.print(transcript_table(transcripts))
+    if summary.quarantined:
+        console.print(Text("Quarantined: tasks that always failed", style="bold"))
+        for task, reason in sorted(summary.quarantined.items()):
+            console.print(Text(f"  {task}: {reason.partition(chr(10))[0]}"))
     console.print(_cost_line(summary))
     console.print(Text.assemble(("run folder ", "bold"), str(folder.root)), soft_wrap=True)
     if folder.curve_file.exists():

@@ -31,8 +31,8 @@ from drumroll.rollout.lease import Lease, WorkerReport
 from drumroll.rollout.ledger import Ledger, Sample
 from drumroll.rollout.router import Pool, Router
 from drumroll.rollout.source import Fate, Source
-from drumroll.rollout.stream import BlockRef, OpenGroup, Policy, Quarantined, Rollout, Stream
-from drumroll.types import MISHAPS, SampleInfo, sample_seeds
+from drumroll.rollout.stream import BlockRef, OpenGroup, Policy, Rollout, Stream
+from drumroll.types import MISHAPS, Quarantined, SampleInfo, sample_seeds
 
 POLL_WAIT_S = 5.0
 """How long a poll may wait for its first result."""

@@ -13,7 +13,7 @@ from drumroll.life import Departure
 from drumroll.rollout.ledger import Sample
 from drumroll.rollout.population import kept_length_ratio
 from drumroll.rollout.source import GroupRequest, Source
-from drumroll.types import Fault, Group, SampleInfo
+from drumroll.types import Fault, Group, Quarantined, SampleInfo
 
 NUM_FAILED = tuple(f"rollout/num_failed_{fault}" for fault in get_args(Fault) if fault)
 """Attempts that failed, by whose fault it was."""
@@ -49,18 +49,6 @@ class Policy:
     """Whether a take that has less goes on drawing groups, rather than giving up."""
     is_urgent: bool = False
     """Whether its samples go before those of other streams."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    """A task that fails by itself, whoever attempts it."""
-
-    task_id: str
-    domain: str
-    attempts: int
-    """Of one of its samples."""
-    reason: str
-    """Of the last failure."""
 
 
 @dataclass(frozen=True, slots=True)
