@@ -42,7 +42,8 @@ $(VLLM)/.installed: requirements-vllm.lock pyproject.toml
 test-vllm: $(VLLM)/.installed  ## The vLLM engine on the CPU, in an environment of its own (.venv-vllm; about 8 minutes after installing)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/contract/test_infer_backends.py tests/contract/test_infer_vllm.py tests/e2e/test_vllm_runs.py -k vllm
 
-chaos: install  ## Kill runs at 50 random points, through Ray and inside one process, and compare (about 30 minutes)
+chaos: install  ## Workers and controllers that are killed, frozen, cut off and poisoned, for about an hour
+	$(BIN)/python tests/faults/chaos.py $$(mktemp -d)
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
 	$(BIN)/python tests/e2e/chaos.py $$(mktemp -d) --kills 50 --seed 11
 

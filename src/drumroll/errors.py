@@ -9,6 +9,7 @@
     │   ├── PluginError            a registered name or import path that cannot be resolved
     │   └── RunFolderError         a run folder that already holds a run, or does not
     ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
+    │   ├── WorkerOverdue          no answer in time, from workers that are alive
     │   └── WorkerLost             the worker's process or node is gone
     │       ├── NodeLost           its node is gone, with the devices that it had there
     │       └── RoleLost           nobody is left to do a role's work, and nobody is started any more
@@ -64,6 +65,10 @@ class RunFolderError(UserError):
 
 class WorkerError(DrumrollError):
     """An exception raised inside a worker; the message names role, rank, node and the remote traceback."""
+
+
+class WorkerOverdue(WorkerError):
+    """Workers that gave no answer in time; the message says which, and what they do instead."""
 
 
 class WorkerLost(WorkerError):

@@ -76,7 +76,7 @@ def test_functions_that_hang_and_workers_that_die_cost_no_sample(tmp_path: Path)
         assert sample.reward_parts["exact_match"] <= sample.reward_parts["math"], "what is equal to the character is equal"
         assert sample.reward == sample.reward_parts["exact_match"] + 0.5 * sample.reward_parts["math"]
     steps = [line for line in read_lines(run.metrics_file) if "weights" in line]
-    assert sum(line.get("reward/trouble_failures", 0) for line in steps) >= 3, "those three, and whoever else waited in the worker"
+    assert sum(line.get("reward/trouble_failures", 0) for line in steps) >= 2, "a worker that is lost is no failure of the reward"
     assert all(line["time/reward_math_s_mean"] > 0 for line in steps)
     assert all(line["rollout/num_failed_reward"] == 0 for line in steps)
 

@@ -129,7 +129,7 @@ def test_samples_of_a_rollout_that_fails_are_in_the_store(tmp_path: Path) -> Non
         run_tiny(tmp_path, **ALONE, rewards=[{"kind": f"{tmp_path}/broken.py"}])
     failed = rows_of(RunFolder.open(tmp_path / "run"), state="failed")
     assert failed
-    assert all("no disk" in row.reason and row.attempt == 2 for row in failed)
+    assert all("no disk" in row.reason and row.attempt == 1 for row in failed)
 
 
 def test_redundancy_takes_the_first_and_says_what_that_does_to_lengths(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Nothing is lost on the way, as on a network that repeats what did not arrive: wh
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,12 @@ from typing import Any
 from unittest.mock import patch
 
 import ray
+import ray.cloudpickle
 
 from drumroll.cluster.cluster import Handle
 from drumroll.pipelines.servers import Servers
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find this file
 
 
 class Line:

@@ -39,7 +39,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drumroll.cluster.host import Host, HostInfo, Slot, Whereabouts, seat
 from drumroll.cluster.session import Session
-from drumroll.errors import DrumrollError, UserError, WorkerError, WorkerLost
+from drumroll.errors import DrumrollError, UserError, WorkerError, WorkerLost, WorkerOverdue
 from drumroll.luggage import Luggage
 from drumroll.plan import Placement
 from drumroll.types import RankInfo
@@ -248,6 +248,7 @@ class Cluster:
         fresh = dict(zip(ranks, self._recipe.bring_up(ranks), strict=True))
         with self._lock:
             self.handles = tuple(fresh.get(rank, handle) for rank, handle in enumerate(self.handles))
+            self._outstanding = [0 if rank in fresh else count for rank, count in enumerate(self._outstanding)]
 
     def lost(self, deadline_s: float) -> dict[int, WorkerError]:
         """Ranks that are gone, or that do not answer a ping in time, and what is known of each."""
@@ -335,7 +336,7 @@ class Cluster:
     def _submit_counted(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Future[Any]:
         def ended(_: Future[Any] | None) -> None:
             with self._lock:
-                self._outstanding[rank] -= 1
+                self._outstanding[rank] = max(0, self._outstanding[rank] - 1)  # calls of one that was replaced count no longer
 
         try:
             future = self.handles[rank].submit(method, *args, **kwargs)
@@ -394,9 +395,9 @@ def collect(
     return [future.result() for future in futures]
 
 
-def _overdue(names: Sequence[str], method: str, deadline_s: float, hint: str = "") -> WorkerError:
+def _overdue(names: Sequence[str], method: str, deadline_s: float, hint: str = "") -> WorkerOverdue:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return WorkerError(f"{', '.join(names[:4])}{more}: no answer to {method}() within {deadline_s:g} s.{hint}")
+    return WorkerOverdue(f"{', '.join(names[:4])}{more}: no answer to {method}() within {deadline_s:g} s.{hint}")
 
 
 async def _within(future: Future[Any], where: str, method: str, deadline_s: float) -> Any:

@@ -212,19 +212,19 @@ class Host:
         return result if num_returns > 1 else result[0]
 
     async def _run(self, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def compute() -> Any:
+            self._computing = method, time.monotonic(), threading.get_ident()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._computing = None
+
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._compute, self._computed, method, function, args, kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._compute, compute)
         except Exception as error:
             self._raise(error, method)
-
-    def _computed(self, method: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._computing = method, time.monotonic(), threading.get_ident()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._computing = None
 
     def _raise(self, error: Exception, method: str) -> NoReturn:
         # The cause stays behind: its text is in the message, and it need not survive pickling.

@@ -78,6 +78,7 @@ class Check:
     patience_s: float
     complaint: str
     """What a worker that does not answer is said not to have done."""
+    hint: str = ""
 
 
 @dataclass(eq=False)
@@ -107,10 +108,14 @@ class Supervisor:
         supervisor.guard(engines, out=..., back=..., lost=..., pulse_s=60.0)
     """
 
-    def __init__(self, config: SupervisionConfig, say: Callable[[str, str], None]) -> None:
-        """`say` is told of every loss and every return: what kind of incident, and a sentence."""
+    def __init__(
+        self, config: SupervisionConfig, say: Callable[[str, str], None], register: Callable[[Handle], None] = lambda handle: None
+    ) -> None:
+        """`say` is told of every loss and every return: what kind of incident, and a sentence. `register` is told of every worker that is
+        watched."""
         self._config = config
         self.say = say
+        self._register = register
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="supervisor", daemon=True)
         self._launches = ThreadPoolExecutor(MAX_LAUNCHES, thread_name_prefix="replacing")
@@ -148,13 +153,14 @@ class Supervisor:
         back: Callable[[int], None] | None = None,
         lost: Callable[[RoleLost], None] = lambda error: None,
         pulse_s: float | None = None,
+        hint: str = "",
     ) -> Ward:
         """Watch every worker of a role from now on, and replace those that are lost if somebody waits for them to come `back`.
 
-        With `pulse_s` its workers have a method `pulse`, which must return within that time."""
+        With `pulse_s` its workers have a method `pulse`, which must return within that time. `hint` says what else silence may mean."""
         every_s = max(PING_EVERY_S, cluster.world / MAX_PINGS_PER_S)
         silence_s = self._config.silence_s
-        checks = [Check(lambda handle: handle.ping(deadline_s=float("inf")), every_s, silence_s, "answered")]
+        checks = [Check(lambda handle: handle.ping(deadline_s=float("inf")), every_s, silence_s, "answered", hint)]
         if pulse_s is not None:
             checks.append(
                 Check(
@@ -181,8 +187,11 @@ class Supervisor:
     # Watching. Everything below runs on the supervisor's loop, but for `_replace`.
 
     def _watch(self, ward: Ward, rank: int) -> None:
+        handle = ward.cluster.handles[rank]
+        self._register(handle)
+
         def begin() -> None:
-            watch = asyncio.create_task(self._stand_by(ward, rank, ward.cluster.handles[rank]))
+            watch = asyncio.create_task(self._stand_by(ward, rank, handle))
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
 
@@ -210,7 +219,7 @@ class Supervisor:
             answer = asyncio.ensure_future(check.ask(handle))
             try:
                 if not await answered_within(answer, check.patience_s):
-                    raise WorkerLost(f"{handle.where}: it has not {check.complaint} for {check.patience_s:g} s, and was ended.")
+                    raise WorkerLost(f"{handle.where}: it has not {check.complaint} for {check.patience_s:g} s, and was ended.{check.hint}")
                 answer.result()
             finally:
                 answer.cancel()

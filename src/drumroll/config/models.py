@@ -805,6 +805,8 @@ class SupervisionConfig(Options):
 
     silence_s: Annotated[float, Field(ge=1.0)] = 10.0
     """A worker that answers nothing for this long is taken for frozen: it is ended and replaced."""
+    call_s: PositiveFloat = 3600.0
+    """Trainers, critic, reference and teacher may take this long for one call, such as a step's updates; then they are taken for hung."""
     max_restarts: NonNegativeInt = 40
     """Workers of one role that are replaced within `window_s`. After that a role goes on with those that are left, as far as it can."""
     window_s: PositiveFloat = 3600.0

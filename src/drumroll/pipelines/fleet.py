@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from drumroll.cluster.cluster import DEADLINE_S, Cluster, Ref
+from drumroll.cluster.cluster import DEADLINE_S, Cluster, Handle, Ref
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
 from drumroll.cluster.supervision import Supervisor
@@ -546,7 +546,8 @@ class Fleet:
             "seed": self._cfg.seed,
             **kwargs,
         }
-        cluster = Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs)
+        deadline_s = self._cfg.supervision.call_s
+        cluster = Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs, deadline_s=deadline_s)
         if self._cfg.trainer.offload:
             cluster.all("to", "host")
             self._arbiter.register(
@@ -727,6 +728,10 @@ def _tell_incident(folder: RunFolder, rec: Recorder, kind: str, text: str) -> No
     rec.warn(text)
 
 
+def _register(folder: RunFolder, worker: Handle) -> None:
+    folder.register_worker(worker.role, worker.rank, worker.node, worker.pid)
+
+
 @contextmanager
 def launch(job: RlJob | SftJob | PreferenceJob, folder: RunFolder, rec: Recorder) -> Iterator[Fleet]:
     """Start Ray and every worker; end all of them when the block ends, however it ends."""
@@ -736,7 +741,7 @@ def launch(job: RlJob | SftJob | PreferenceJob, folder: RunFolder, rec: Recorder
             model = aside.submit(prepare_model, cfg.model, folder.initial_model, cfg.seed)
             session = stack.enter_context(Session(cfg.ray))
             plan = make_plan(cfg, session.pool(), job.roles)
-            supervisor = stack.enter_context(Supervisor(cfg.supervision, partial(_tell_incident, folder, rec)))
+            supervisor = stack.enter_context(Supervisor(cfg.supervision, partial(_tell_incident, folder, rec), partial(_register, folder)))
             fleet = Fleet(cfg, session, supervisor, plan, folder, model.result())
             if isinstance(cfg, RlConfig):
                 fleet.start_rl(cfg, stack)

@@ -20,7 +20,7 @@ from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import Session
 from drumroll.cluster.supervision import Budget, Supervisor, Ward, role_lost
 from drumroll.config.models import RunConfig
-from drumroll.errors import RoleLost, WorkerError
+from drumroll.errors import RoleLost, WorkerError, WorkerOverdue
 from drumroll.plan import Plan
 
 Outcome = TypeVar("Outcome")
@@ -112,16 +112,23 @@ class Learners:
         needed = sum(sum(cluster.all("state_bytes")) for cluster in self.learning.values())
         return 2 * needed <= MAX_MEMORY_SHARE * self._session.object_store_bytes()
 
+    def _loss_of(self, cluster: Cluster, error: WorkerError) -> WorkerError | None:
+        """What a role has lost, if anything: a worker that is gone or silent, or one that has not answered a call in time."""
+        found = cluster.lost(self._cfg.supervision.silence_s)
+        if found:
+            return next(iter(found.values()))
+        return error if isinstance(error, WorkerOverdue) and any(cluster.outstanding) else None
+
     def _bring_back(self, error: WorkerError) -> None:
         """Start those anew who are lost, and take the learners back. Raises the error where that cannot be done: nobody is lost, there is
         no copy to go back to, or a role has been started too often."""
         if isinstance(error, RoleLost):
             raise error
-        lost = {role: found for role, cluster in self._clusters.items() if (found := cluster.lost(self._cfg.supervision.silence_s))}
+        lost = {role: why for role, cluster in self._clusters.items() if (why := self._loss_of(cluster, error)) is not None}
         if not lost:
             raise error
-        for role, found in lost.items():
-            self.start_anew(self._clusters[role], next(iter(found.values())))
+        for role, why in lost.items():
+            self.start_anew(self._clusters[role], why)
         if not lost.keys() & self.learning.keys():
             return
         if not self._memory:

@@ -21,6 +21,11 @@ from drumroll.pipelines.learners import Learners
 from drumroll.rollout.service import RolloutService
 from drumroll.types import Version
 
+BLOCKED = (
+    " Was it busy inside an environment or a reward? Those that compute or wait without `await` hold up all others: extend `BlockingEnv`, "
+    "or raise `supervision.silence_s`."
+)
+
 
 class Servers:
     """Hands weights to the engines and knows which of them serve; replaces whoever is lost."""
@@ -64,7 +69,7 @@ class Servers:
         self._ward: Ward = supervisor.guard(
             self._engines, out=self._engine_out, back=self._engine_back, lost=rollouts.fail, pulse_s=stall_s
         )
-        supervisor.guard(environments, out=rollouts.worker_out, back=self._environment_back, lost=rollouts.fail)
+        supervisor.guard(environments, out=rollouts.worker_out, back=self._environment_back, lost=rollouts.fail, hint=BLOCKED)
         if rewards is not None:
             supervisor.guard(rewards, back=self._reward_back, lost=rollouts.fail)
 

@@ -8,7 +8,8 @@
           checkpoints/                 the run's state at several moments (see `record.checkpoint`), unless `checkpoint.root` is set
           model/initial/, model/final/ Hugging Face folders; model/critic/ of the critic at the end, where there is one
           incarnations.jsonl           a line per process that worked on the run: number, time, what it went on from
-          incidents.jsonl              updates that were skipped or rolled back, checkpoints that failed
+          incidents.jsonl              what went wrong and did not stop the run: workers that were lost, updates that were skipped, ...
+          workers.jsonl                which process does whose work
           metrics.superseded.jsonl,    lines that were cut off when the run was taken back to a checkpoint
           eval.superseded.jsonl
           wandb_id                     the run's name at Weights & Biases
@@ -136,6 +137,10 @@ class RunFolder:
         return self.root / "incidents.jsonl"
 
     @property
+    def workers_file(self) -> Path:
+        return self.root / "workers.jsonl"
+
+    @property
     def wandb_id_file(self) -> Path:
         return self.root / "wandb_id"
 
@@ -175,6 +180,11 @@ class RunFolder:
             lines.append({"number": number, "time": time.time(), "resumed_from": resumed_from})
             lines.sync()
         return number
+
+    def register_worker(self, role: str, rank: int, node: str, pid: int) -> None:
+        """Note which process does whose work; of several lines for one rank the last one holds."""
+        with JsonLines(self.workers_file) as lines:
+            lines.append({"time": time.time(), "role": role, "rank": rank, "node": node, "pid": pid})
 
     def incident(self, kind: str, **facts: Any) -> None:
         """Note something that went wrong and did not stop the run: `incident("update_skipped", step=3, reason="loss is nan")`."""
