@@ -6,13 +6,13 @@ as well, in a folder of their own, for whoever wants to put them onto the origin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from drumroll.backends.sharded import whole
 from drumroll.errors import ConfigError
 from drumroll.registry import Options, require
 
@@ -62,13 +62,15 @@ class Adapters:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
 
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """What the weight of this name amounts to, whole, in its own number type."""
-        base = whole(weight.detach())
+    def merged(self, name: str, base: Tensor, whole: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """What the weight of this name, which is `base`, amounts to, in its own number type. `whole` makes a whole tensor of what this rank
+        holds of a parameter."""
         layer = self._layers.get(name)
         if layer is None:
             return base
-        down, up = (whole(adapter[ADAPTER].weight.detach()).float() for adapter in (layer.lora_A, layer.lora_B))
+        stem = name.removesuffix("weight")
+        parts = ((kind, getattr(layer, kind)[ADAPTER].weight) for kind in ("lora_A", "lora_B"))
+        down, up = (whole(f"{stem}{kind}.{ADAPTER}.weight", held).float() for kind, held in parts)
         added = self.scale * (up @ down)
         return (base.float() + (added.T if layer.fan_in_fan_out else added)).to(base.dtype)
 
