@@ -814,16 +814,16 @@ class ParallelConfig(Options):
         """The fewest ranks that can be arranged like this."""
         return self.devices_per_shard * self.shard if self.shard else math.lcm(self.devices_per_shard, self.ep)
 
-    def problem_with(self, num_devices: int) -> str | None:
-        """Why so many ranks cannot be arranged like this, in terms of the keys; None where they can."""
+    def problem_with(self, num_devices: int, key: str = "parallel") -> str | None:
+        """Why so many ranks cannot be arranged like this, in terms of what the config has under `key`; None where they can."""
         if num_devices % self.devices_per_shard:
-            return f"`tp` × `cp` = {self.devices_per_shard} does not divide them"
+            return f"`{key}.tp` × `cp` = {self.devices_per_shard} does not divide them"
         num_shards = num_devices // self.devices_per_shard
         if num_shards % (self.shard or 1):
-            return f"`shard` = {self.shard} does not divide what is left of them by `tp` × `cp`, {num_shards}"
+            return f"`{key}.shard` = {self.shard} does not divide the {num_shards} that get different trajectories"
         sharing = (self.shard or num_shards) * self.devices_per_shard
         if sharing % self.ep:
-            return f"`ep` = {self.ep} does not divide the {sharing} that share one copy of the weights"
+            return f"`{key}.ep` = {self.ep} does not divide the {sharing} that share one copy of the weights"
         return None
 
 

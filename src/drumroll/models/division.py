@@ -49,7 +49,8 @@ def problems(key: str, parallel: ParallelConfig, facts: Mapping[str, Any]) -> It
                 f"{', '.join(known)} can. Leave it out: weights are sharded over all ranks anyway."
             )
     if parallel.tp > 1 and model_type in WITH_TP:
-        inner = None if mixed else facts.get("intermediate_size")
+        has_plain_layers = not mixed or facts.get("mlp_only_layers") or facts.get("decoder_sparse_step", 1) > 1
+        inner = facts.get("intermediate_size") if has_plain_layers else None
         counts = {"attention heads": heads, "key and value heads": key_heads, "inner numbers (`intermediate_size`)": inner}
         for what, count in counts.items():
             if count is not None and count % parallel.tp:

@@ -40,7 +40,7 @@ class RankGroup:
             dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world, timeout=self._timeout)
 
     def of(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Collective: a group of some of the ranks, for collectives among themselves. All ranks ask for the same groups in the same order."""
+        """Collective: some of the ranks, for collectives among themselves. All ranks ask for the same groups in the same order."""
         if len(ranks) == self.world:
             group = dist.group.WORLD
             assert group is not None, "a group needs ranks that are connected"

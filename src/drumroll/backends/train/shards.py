@@ -3,8 +3,8 @@
     rank-00000-of-00002.safetensors    weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, step/NAME: this rank's parts; rng/cpu, rng/cuda
     rank-00000-of-00002.json           which parts of which tensors these are; schedule, update, dtype
 
-NAME is the parameter's name in the model. Of several ranks with the same part of a tensor, one writes it. That the files are whole, and that they appear all at once, is the
-business of whoever owns the folder.
+NAME is the parameter's name in the model. Of several ranks with the same part of a tensor, one writes it. That the files are whole, and
+that they appear all at once, is the business of whoever owns the folder.
 """
 
 from __future__ import annotations
