@@ -69,6 +69,7 @@ CASES: dict[str, tuple[str, int, dict[str, int], dict[str, Any]]] = {
     "moe ep4 tp2 cp2": ("qwen3_moe", 4, {"ep": 4, "tp": 2, "cp": 2}, SMALL),
     "moe tp2 cp2": ("qwen3_moe", 4, {"tp": 2, "cp": 2}, {**SMALL, "gradient_checkpointing": True}),
     "lora tp2 cp2": ("qwen2", 4, {"tp": 2, "cp": 2}, {"lora": {"rank": 2}}),
+    "lora ep2 tp2 dp2": ("qwen3_moe", 4, {"ep": 2, "tp": 2}, {"lora": {"rank": 2}}),
     "bfloat16 tp2 cp2": ("qwen3", 4, {"tp": 2, "cp": 2}, {"dtype": "bfloat16"}),
     "bfloat16 ep2 shard2 of 4": ("qwen3_moe", 4, {"ep": 2, "shard": 2}, {"dtype": "bfloat16"}),
 }
@@ -295,6 +296,37 @@ def test_what_a_layout_exports_are_the_model_s_own_files(root: Path, tmp_path: P
     for name, tensor in exported.items():
         assert torch.equal(tensor, joined[name]), name
         assert torch.equal(tensor, weights[f"weights/{name}"]), name
+
+
+def test_every_engine_takes_what_a_layout_gives(root: Path) -> None:
+    """Names and shapes are those that `native` and `vllm` expect, and in the former every value arrives where it belongs."""
+    from transformers import AutoModelForCausalLM
+
+    from drumroll.backends.infer.checklist import Checklist
+    from drumroll.backends.infer.native import Native
+    from drumroll.backends.infer.native.runner import open_runner
+    from drumroll.backends.infer.vllm import Vllm, _describe
+
+    case = "moe_ep4_tp2_cp2"
+    saved = load_file(root / f"{case}.0.safetensors")
+    weights = [(name.removeprefix("weights/"), tensor) for name, tensor in saved.items() if name.startswith("weights/")]
+    config = Native.Config(kind="native", num_slots=2, context_tokens=64)
+    runner = open_runner(config, root / "qwen3_moe", "float32", "cpu", trust_remote_code=False)
+    runner.take_weights(iter([weights]))
+    exported = AutoModelForCausalLM.from_pretrained(root / "exported" / case, dtype=torch.float32)
+    expected = dict(exported.state_dict())
+    for name, tensor in runner.model._model.state_dict().items():  # type: ignore[attr-defined]
+        assert torch.equal(tensor, expected[name]), name
+    _, targets = _describe(root / "qwen3_moe", Vllm.Config(kind="vllm"), trust_remote_code=False)
+    checklist = Checklist(targets)
+    for name, tensor in weights:
+        checklist.tick(name, tensor)
+    checklist.complete()
+
+
+def test_masters_are_float32_where_passes_are_not(root: Path) -> None:
+    for path in sorted((root / "saved" / "bfloat16_tp2_cp2").glob("*.safetensors")):
+        assert {tensor.dtype for name, tensor in load_file(path).items() if not name.startswith("rng/")} == {torch.float32}
 
 
 def test_a_state_that_lacks_a_part_is_refused(root: Path, tmp_path: Path) -> None:
