@@ -152,8 +152,11 @@ def _check_parallel(cfg: RunConfig) -> None:
     for role, parallel in cfg.parallel.items():
         key = f"parallel.{role}"
         sizes = {name: size for name, size in parallel.model_dump(exclude_none=True).items() if size > 1 or name == "shard"}
-        if not sizes or role in HOST_ROLES:
-            continue  # the plan has a word on those
+        if not sizes:
+            continue
+        if role in HOST_ROLES:
+            name, size = next(iter(sizes.items()))
+            raise ConfigError(f"`{key}.{name}` is {size}, but a {role} worker computes by itself. Leave it out.")
         if role == "actor_infer" and isinstance(cfg, RlConfig):
             _check_engine_sizes(key, sizes, cfg)
         else:

@@ -26,7 +26,11 @@ MIXTURE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 6, "intermediate_s
         (MIXTURE, {"tp": 4, "ep": 3}, []),
         ({**MIXTURE, "mlp_only_layers": [0]}, {"tp": 4}, ["does not divide the model's 10 inner numbers"]),
         (MIXTURE, {"ep": 4}, ["`parallel.critic.ep` is 4, which does not divide the model's 6 experts"]),
-        ({**MIXTURE, "model_type": "mixtral"}, {"ep": 2}, ["models of type 'mixtral' cannot be divided that way; those of type qwen3_moe can"]),
+        (
+            {**MIXTURE, "model_type": "mixtral"},
+            {"ep": 2},
+            ["type 'mixtral' cannot be divided that way; those of type qwen3_moe"],
+        ),
         ({"model_type": "gpt2", "n_head": 4}, {"tp": 2, "cp": 2}, ["`parallel.critic.tp` is 2, but models of type 'gpt2'"]),
         ({"model_type": "gpt2", "n_head": 4}, {"cp": 4}, []),
         ({"model_type": "mamba"}, {"cp": 2}, ["models of type 'mamba' cannot be divided that way"]),
