@@ -81,6 +81,10 @@ class Family:
     qkv_bias: bool = False
     qk_norms: bool = False
     norms_per_layer: int = 2
+    experts: int = 0
+    """Where the config does not say."""
+    expert_size: int = 0
+    """Inner numbers of an expert where the config does not say."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -88,7 +92,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(key_value_heads=8),
     "qwen2": Family(key_value_heads=32, qkv_bias=True),
     "qwen3": Family(head_dim=128, key_value_heads=32, qk_norms=True),
-    "qwen3_moe": Family(head_dim=128, key_value_heads=4, qk_norms=True),
+    "qwen3_moe": Family(key_value_heads=4, qk_norms=True, experts=128, expert_size=768),
     "gemma": Family(head_dim=256, key_value_heads=16, tied=True),
     "gemma2": Family(head_dim=256, key_value_heads=4, tied=True, norms_per_layer=4),
     "gemma3_text": Family(head_dim=256, key_value_heads=4, tied=True, qk_norms=True, norms_per_layer=4),
@@ -119,9 +123,9 @@ def parameter_count(hf_config: Mapping[str, Any]) -> int | None:
     if family.qk_norms:
         attention += 2 * head_dim
     feed_forward = 3 * hidden * mlp + (2 * mlp + hidden if hf_config.get("mlp_bias") else 0)
-    experts = int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+    experts = int(hf_config.get("num_experts", hf_config.get("num_local_experts", family.experts)))
     mixed = _mixed_layers(hf_config, layers) if experts else 0
-    mixture = experts * hidden * (3 * int(hf_config.get("moe_intermediate_size") or 0) + 1)  # the router has a row for each expert
+    mixture = experts * hidden * (3 * int(hf_config.get("moe_intermediate_size", family.expert_size)) + 1)  # and the router's rows
     embeddings = vocab * hidden * (1 if (family.tied if tied is None else tied) else 2)
     per_layer = attention + family.norms_per_layer * hidden
     return int(embeddings + layers * per_layer + (layers - mixed) * feed_forward + mixed * mixture + hidden)
