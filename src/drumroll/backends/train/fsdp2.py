@@ -325,22 +325,27 @@ class Fsdp2(TrainBackend):
 
     def _clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`; their norm before that, over all ranks."""
+        self._complete_gradients()
         norm = self._gradient_norm()
         scale = self.config.max_grad_norm / (norm + 1e-6)
         if scale < 1.0:
             torch._foreach_mul_([local(parameter.grad) for parameter in self._parameters if parameter.grad is not None], scale)
         return norm
 
+    def _complete_gradients(self) -> None:
+        """Add up the gradients of what the ranks of `tp` have whole, and each used for its own heads."""
+        learners = [each for each in self._parameters if each.grad is not None and self._piece_of[id(each)].is_partial]
+        if learners and self._grid.tp.size > 1:
+            gradients = [local(each.grad) for each in learners if each.grad is not None]
+            total = self._grid.tp.total(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, summed in zip(gradients, torch.split(total, [each.numel() for each in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
     def _gradient_norm(self) -> float:
         """Of all ranks' gradients together, each value of which counts once, however many ranks hold it."""
         gradients = [(self._piece_of[id(each)], local(each.grad)) for each in self._parameters if each.grad is not None]
         if not self._sharded:
             return float(get_total_norm([gradient for _, gradient in gradients]))
-        partial_ones = [gradient for piece, gradient in gradients if piece.is_partial]
-        if partial_ones and self._grid.tp.size > 1:
-            total = self._grid.tp.total(torch.cat([gradient.flatten() for gradient in partial_ones]))
-            for gradient, summed in zip(partial_ones, torch.split(total, [each.numel() for each in partial_ones]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).double()
         copies = torch.tensor([float(piece.num_copies) for piece, _ in gradients], device=norms.device)
         return math.sqrt(self._group.total((norms**2 / copies).sum()))

@@ -134,10 +134,10 @@ class Grid:
         """The ranks that hold the same weights, or the same experts, as FSDP2 takes them: [shard × cp], or with copies [replicate, …]."""
         planes = self._of_experts if of_experts else self._dense
         plane = next(plane for plane in planes if (plane == self.rank).any())
-        axes = [self._group.of(line) for line in plane.tolist() if self.rank in line]
+        lines = [line for line in plane.tolist() if self.rank in line]
         if self.num_copies > 1:
-            axes.insert(0, self._group.of(next(line for line in plane.T.tolist() if self.rank in line)))
-        return self._group.mesh(axes, plane)
+            lines = [line for line in plane.T.tolist() if self.rank in line] + lines
+        return self._group.mesh([self._group.of(line) for line in lines], plane)
 
     def tokens(self, num_tokens: int) -> TokenSlice:
         """Which tokens of a pass this rank computes on."""
@@ -145,11 +145,9 @@ class Grid:
         return TokenSlice(self.cp.index * size, size, size * self.cp.size - num_tokens)
 
     def _axis(self, ranks: Tensor, dim: int) -> Axis:
-        """Collective: the line of ranks along a dim that this rank is in."""
-        lines = ranks.movedim(dim, -1).flatten(0, -2).tolist()
-        groups = [self._group.of(line) for line in lines] if self._group.world > 1 else [None]
-        line, group = next((line, group) for line, group in zip(lines, groups, strict=True) if self.rank in line)
-        return Axis(len(line), line.index(self.rank), group)
+        """Collective: the line of ranks along a dim in which this rank is."""
+        line = next(line for line in ranks.movedim(dim, -1).flatten(0, -2).tolist() if self.rank in line)
+        return Axis(len(line), line.index(self.rank), self._group.of(line)) if len(line) > 1 else ALONE
 
 
 @dataclass(frozen=True)

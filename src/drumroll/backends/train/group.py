@@ -40,14 +40,15 @@ class RankGroup:
             dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world, timeout=self._timeout)
 
     def of(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Collective: some of the ranks, for collectives among themselves. All ranks ask for the same groups in the same order."""
+        """Collective among these ranks, of which this is one: they can now have collectives of their own. However many groups there are in
+        all, a rank joins its own only; all ranks of a group ask for it at the same point of their lives."""
         if len(ranks) == self.world:
             group = dist.group.WORLD
             assert group is not None, "a group needs ranks that are connected"
             return group
         key = tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = dist.new_group(key, timeout=self._timeout)
+            self._groups[key] = dist.new_group(key, timeout=self._timeout, use_local_synchronization=True)
         return self._groups[key]
 
     def mesh(self, groups: Sequence[ProcessGroup], ranks: Tensor) -> DeviceMesh:
