@@ -449,12 +449,9 @@ class Fsdp2(TrainBackend):
         self._optimizer = self._fresh_optimizer()
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
-        """Each update sets its own learning rate. Experts, whose ranks are others, are updated by themselves."""
-        groups: dict[bool, list[Tensor]] = {}
-        for parameter in self._parameters:
-            groups.setdefault(self._piece_of[id(parameter)].of_expert, []).append(parameter)
-        return torch.optim.AdamW(
-            [{"params": parameters} for parameters in groups.values()],
+        """Each update sets its own learning rate."""
+        return LocalAdamW(
+            self._parameters,
             lr=self.config.lr,
             betas=self.config.betas,
             eps=self.config.eps,
@@ -602,6 +599,18 @@ class Fsdp2(TrainBackend):
         """Whether the next backward pass ends in a reduction over the ranks."""
         if self._sharded:
             self._model.set_requires_gradient_sync(now)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW of what this rank holds of each tensor. Left to itself, torch works out anew in every update how all of them are sharded, and
+    refuses tensors that are sharded over different ranks."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """What to update, of which kind each: parameters, gradients, moments, steps."""
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
 
 
 def _chosen(
