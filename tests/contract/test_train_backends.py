@@ -26,7 +26,7 @@ from drumroll.algo.kl import with_kl
 from drumroll.algo.loss import cross_entropy, ppo_clip
 from drumroll.backends.classifier import Classifier
 from drumroll.backends.train.base import Head, Loss, Reads, TrainBackend
-from drumroll.config.models import TrainerConfig
+from drumroll.config.models import ParallelConfig, TrainerConfig
 from drumroll.errors import ModelError, RunFolderError
 from drumroll.registry import REGISTRY
 from drumroll.text.packing import pack_demonstrations, select
@@ -104,11 +104,12 @@ def make_backend(
     total_updates: int = 10,
     head: Head = "lm",
     reads: Reads = "before",
+    parallel: ParallelConfig | None = None,
     **options: Any,
 ) -> TrainBackend:
     entry = REGISTRY.lookup("train_backend", kind)
     config = entry.schema(TrainerConfig).model_validate({"kind": kind, "lr": LR, "eps": EPS, **options})
-    backend: TrainBackend = entry.target(config, folder, dtype, 0, head=head, reads=reads)
+    backend: TrainBackend = entry.target(config, folder, dtype, 0, head=head, reads=reads, parallel=parallel)
     backend.setup(rank or RankInfo("actor_train", 0, 1, "cpu"))
     backend.begin(config.resolve_schedule(total_updates))
     return backend

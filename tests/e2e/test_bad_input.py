@@ -169,7 +169,35 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"actor_infer": {"tp": 2}}},
         ["`parallel.actor_infer.tp` is 2, but", "engine.kind: vllm"],
     ),
-    "parallel trainers by tensors": ({"parallel": {"actor_train": {"tp": 2}}}, ["`parallel.actor_train.tp` is 2, but only engines"]),
+    "parallel rewards": ({"parallel": {"reward": {"tp": 2}}}, ["`parallel.reward.tp` is 2, but a reward worker computes by itself."]),
+    "context parallel engines": ({"parallel": {"actor_infer": {"cp": 2}}}, ["`parallel.actor_infer.cp` is 2, but engines span devices by"]),
+    "tensors over ranks that do not divide the heads": (
+        {"parallel": {"actor_train": {"tp": 4}}},
+        ["`parallel.actor_train.tp` is 4, which does not divide the model's 2 key and value heads."],
+    ),
+    "tokens over ranks that do not divide the heads": (
+        {"parallel": {"actor_train": {"tp": 2, "cp": 4}}},
+        ["`parallel.actor_train.cp` is 4, but 2 (`parallel.actor_train.tp`) × 4 does not divide the model's 4 attention heads."],
+    ),
+    "tokens over ranks, and another attention": (
+        {"model": {"scratch": {"architecture": "gemma2"}}, "parallel": {"actor_train": {"cp": 2}}},
+        ["`parallel.actor_train.cp` is 2, but models of type 'gemma2' cannot be divided that way; those of type llama"],
+    ),
+    "experts over ranks, and no experts": (
+        {"parallel": {"actor_train": {"ep": 2}}},
+        ["`parallel.actor_train.ep` is 2, but a model of type 'llama' has no experts to divide."],
+    ),
+    "experts over ranks that do not divide them": (
+        {
+            "model": {"scratch": {"architecture": "qwen3_moe", "config": {"num_experts": 4, "moe_intermediate_size": 16}}},
+            "parallel": {"actor_train": {"ep": 3}},
+        },
+        ["`parallel.actor_train.ep` is 3, which does not divide the model's 4 experts."],
+    ),
+    "devices that the parallel sizes do not divide": (
+        {"parallel": {"actor_train": {"cp": 2}}, "devices": {"actor_train": "0-2"}, "ray": {"cpu_slots": 4}},
+        ["`devices.actor_train` has 3 devices: `parallel.actor_train.tp` × `cp` = 2 does not divide them."],
+    ),
     "no device matches": ({"devices": {"actor_infer": {"where": {"gpu": "L40S"}}}}, ["`devices.actor_infer`: no node has a label 'gpu'."]),
 }
 

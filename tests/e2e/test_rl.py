@@ -114,17 +114,20 @@ def test_a_run_folder_is_never_overwritten(first: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices", "offload"),
+    ("kind", "devices", "sizes", "offload"),
     [
-        ("colocated", {"actor_train": "0-1", "actor_infer": "0-1"}, True),
-        ("disjoint", {"actor_train": "0-1", "actor_infer": "2-3"}, False),
-        ("overlapping", {"actor_train": "0-1", "actor_infer": "1-2"}, True),
+        ("colocated", {"actor_train": "0-1", "actor_infer": "0-1"}, {"tp": 2}, True),
+        ("disjoint", {"actor_train": "0-1", "actor_infer": "2-3"}, {}, False),
+        ("overlapping", {"actor_train": "0-1", "actor_infer": "1-2"}, {"cp": 2}, True),
     ],
 )
 def test_two_trainers_and_two_engines_learn_the_same_on_every_map(
-    first: RunFolder, tmp_path: Path, kind: str, devices: dict[str, Any], offload: bool
+    first: RunFolder, tmp_path: Path, kind: str, devices: dict[str, Any], sizes: dict[str, int], offload: bool
 ) -> None:
-    """Engines sample the same tokens wherever they are, also when they have slept; two ranks sum the same gradient in another order."""
-    waits = {"offload": offload}
-    run = run_tiny(tmp_path, devices=devices, ray={"cpu_slots": 4}, warmup={"compare": False}, trainer=waits, engine=waits)
+    """Engines sample the same tokens wherever they are, also when they have slept; two ranks, which share trajectories, matrices or tokens,
+    sum the same gradient in another order."""
+    waits, parallel = {"offload": offload}, {"actor_train": sizes}
+    run = run_tiny(
+        tmp_path, devices=devices, parallel=parallel, ray={"cpu_slots": 4}, warmup={"compare": False}, trainer=waits, engine=waits
+    )
     assert difference(first, run) < 2e-4, kind

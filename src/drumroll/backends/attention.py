@@ -8,7 +8,8 @@ A pass gives the model one row of T tokens, and a `PackedLayout` that transforme
 ever built. On CUDA in half precision the sequences are attended to where they lie (`torch.nn.attention.varlen`), and on a Hopper
 GPU or a later one long ones each by itself, by cuDNN, which takes less than half of that time. Elsewhere sequences of similar
 lengths are put side by side, padded at their ends, where causality alone keeps the padding out of sight. A model whose layers do
-not all come through here would mix neighbours: `PackedLayout.check` refuses it.
+not all come through here would mix neighbours: `PackedLayout.check` refuses it. Where the tokens of a pass lie on several ranks, an
+`Exchange` brings them together here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -61,12 +62,24 @@ class Stretch(NamedTuple):
     max_length: int
 
 
+class Exchange(Protocol):
+    """Brings all tokens of some heads here, and some tokens of all heads back. Legend: t tokens of this rank, T of all."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[t, H, D] each → [T, H / ranks, D] each."""
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """[T, H / ranks, D] → [t, H, D]."""
+
+
 class PackedLayout:
     """Where the sequences of one pass lie, and how many attention calls have seen it.
 
     Not a dataclass: FSDP2 would copy one on its way into every layer."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, exchange: Exchange | None = None) -> None:
+        """With an `exchange` the tokens lie on several ranks; `lengths` are those of all of them."""
+        self.exchange = exchange
         length = np.asarray(lengths, dtype=np.int64)
         start = np.cumsum(length) - length
         size_class = np.ceil(np.log2(np.maximum(length, _NARROW)))  # a padded row is less than twice as wide as its sequence
@@ -124,6 +137,8 @@ def packed_attention(
         )
     packed.num_calls += 1
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    if packed.exchange is not None:
+        query, key, value = packed.exchange.to_heads(query, key, value)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if packed.stretches and sliding_window is None and _has_fast_dense(query.device):
             output = _by_stretches(query, key, value, packed, scaling)
@@ -131,6 +146,8 @@ def packed_attention(
             output = _varlen(query, key, value, packed.offsets, packed.max_length, scaling, sliding_window)
     else:
         output = _padded(query, key, value, packed, scaling, sliding_window)
+    if packed.exchange is not None:
+        output = packed.exchange.to_tokens(output)
     return output.unsqueeze(0), None
 
 

@@ -20,11 +20,6 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of it. Every rank must ask."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
 def local(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return tensor.to_local() if is_sharded(tensor) else tensor

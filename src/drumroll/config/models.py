@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -814,10 +815,39 @@ class SupervisionConfig(Options):
 
 
 class ParallelConfig(Options):
-    """How many devices one instance of the role spans; the rest of its devices hold further instances."""
+    """How the devices of a role share the work on one model. An engine spans `tp` devices; of a trainer's ranks `tp` × `cp` compute on the
+    same trajectories, and the others on other trajectories."""
 
     tp: PositiveInt = 1
-    """Tensor parallel."""
+    """Tensor parallel: so many devices, of one node, divide every matrix among themselves."""
+    cp: PositiveInt = 1
+    """Context parallel: so many ranks divide the tokens of a pass among themselves, and swap them for heads where they attend. Trainers."""
+    ep: PositiveInt = 1
+    """Expert parallel: so many ranks divide the experts of a mixture among themselves, and send each other tokens. Trainers."""
+    shard: PositiveInt | None = None
+    """Of the ranks with different trajectories, how many share one copy of weights and optimizer state; all of them otherwise. Trainers."""
+
+    @property
+    def devices_per_shard(self) -> int:
+        """Ranks that compute on the same trajectories."""
+        return self.tp * self.cp
+
+    @property
+    def least_devices(self) -> int:
+        """The fewest ranks that can be arranged like this."""
+        return self.devices_per_shard * self.shard if self.shard else math.lcm(self.devices_per_shard, self.ep)
+
+    def problem_with(self, num_devices: int, key: str = "parallel") -> str | None:
+        """Why so many ranks cannot be arranged like this, in terms of what the config has under `key`; None where they can."""
+        if num_devices % self.devices_per_shard:
+            return f"`{key}.tp` × `cp` = {self.devices_per_shard} does not divide them"
+        num_shards = num_devices // self.devices_per_shard
+        if num_shards % (self.shard or 1):
+            return f"`{key}.shard` = {self.shard} does not divide the {num_shards} that get different trajectories"
+        sharing = (self.shard or num_shards) * self.devices_per_shard
+        if sharing % self.ep:
+            return f"`{key}.ep` = {self.ep} does not divide the {sharing} that share one copy of the weights"
+        return None
 
 
 Role = Literal["actor_train", "actor_infer", "reference", "teacher", "critic", "reward", "environment"]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drumroll.errors import ModelError
+from drumroll.models.division import in_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Head = Literal["lm", "classifier"]
 
@@ -41,3 +46,12 @@ def check_complete(folder: Path | str, missing: list[str]) -> None:
     """Raise a `ModelError` if weights are missing: a model that is partly random answers, and answers nonsense."""
     if missing:
         raise ModelError(f"'{folder}' lacks weights of its model: {', '.join(missing[:5])}")
+
+
+def as_in_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors by the names in its files; those of which files hold several parts as views of these parts.
+
+    Example: `as_in_files(model, dict(model.named_parameters()))` has `model.layers.0.mlp.experts.0.gate_proj.weight`, which in memory is
+    a part of `model.layers.0.mlp.experts.gate_up_proj`."""
+    parts = {name: in_files(model.config.model_type, name, tensor.shape) for name, tensor in tensors.items()}
+    return {own: tensors[name].detach()[index] if index else tensors[name] for name, cut in parts.items() for own, index in cut}

@@ -63,7 +63,7 @@ FAILED_FINISH_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step's batch: what is known of it here, and where each trainer rank's shard is."""
+    """A step's batch: what is known of it here, and where the trainers' shards are."""
 
     report: Metrics
     shards: Sequence[Ref]
@@ -285,7 +285,8 @@ class Fleet:
         old_logp = self._score("actor_train", self.trainers) if self._several_updates else None
         values = self._score("critic", self.critic, "values") if self.critic is not None else None
         taught = self._taught(self._cfg) if self._cfg.algo.teacher_needs else None
-        num_shards, num_critic_shards = self.trainers.world, self.critic.world if self.critic is not None else 0
+        num_shards = self._plan.num_shards("actor_train")
+        num_critic_shards = self._plan.num_shards("critic") if self.critic is not None else 0
         scores = (ref_logp, old_logp, values, carried, taught)
         report, *shards = self.assembler.refs(0, 1 + num_shards + num_critic_shards, "finish", step, *scores)
         metrics: dict[str, float] = report.fetch()
@@ -302,9 +303,8 @@ class Fleet:
         def learn(role: Role, cluster: Cluster | None, shards: Sequence[Ref]) -> list[Metrics]:
             if cluster is None or not shards:
                 return []
-            with self._arbiter.grant(role):
-                metrics: list[Metrics] = cluster.shards("train", shards)[0]
-                return metrics
+            metrics: list[Metrics] = self._on_shards(role, cluster, "train", shards)[0]
+            return metrics
 
         with ThreadPoolExecutor(1) as aside:
             critic = aside.submit(learn, "critic", self.critic, batch.critic_shards)
@@ -329,10 +329,9 @@ class Fleet:
 
     def _imitate(self, first: int, count: int) -> list[Metrics]:
         taught = self._taught_each("imitation_to_teach", first, count)
-        shards = self.assembler.refs(0, self.trainers.world, "imitation", first, count, taught)
-        with self._arbiter.grant("actor_train"):
-            metrics: list[Metrics] = self.trainers.shards("imitate", shards)[0]
-            return metrics
+        shards = self.assembler.refs(0, self._plan.num_shards("actor_train"), "imitation", first, count, taught)
+        metrics: list[Metrics] = self._on_shards("actor_train", self.trainers, "imitate", shards)[0]
+        return metrics
 
     def heldout_loss(self) -> Metrics:
         """Means per token of the held-out demonstrations, where there are some: their loss, and where a teacher is imitated the distance to
@@ -342,9 +341,8 @@ class Fleet:
             return {}
 
         def judge() -> list[Metrics]:
-            shards = self.assembler.refs(0, self.trainers.world, "heldout", self._taught_each("heldout_to_teach"))
-            with self._arbiter.grant("actor_train"):
-                return self.trainers.shards("judge_imitation", shards)
+            shards = self.assembler.refs(0, self._plan.num_shards("actor_train"), "heldout", self._taught_each("heldout_to_teach"))
+            return self._on_shards("actor_train", self.trainers, "judge_imitation", shards)
 
         parts = self._learners.redone(judge)
         totals = {name: sum(part[name] for part in parts) for name in parts[0]}
@@ -362,10 +360,8 @@ class Fleet:
 
     def _prefer(self, cfg: PreferenceRunConfig, first: int, count: int) -> list[Metrics]:
         self.assembler.on(0, "begin", first, count)
-        shards = self._compared(cfg)
-        with self._arbiter.grant("actor_train"):
-            metrics: list[Metrics] = self.trainers.shards("train", shards)[0]
-            return metrics
+        metrics: list[Metrics] = self._on_shards("actor_train", self.trainers, "train", self._compared(cfg))[0]
+        return metrics
 
     def heldout_preferences(self) -> Metrics:
         """The loss on the held-out rows, and what it reports of them; nothing where there are none."""
@@ -376,9 +372,7 @@ class Fleet:
 
         def judge() -> list[Metrics]:
             self.assembler.on(0, "begin_heldout")
-            shards = self._compared(cfg)
-            with self._arbiter.grant("actor_train"):
-                return self.trainers.shards("judge", shards)
+            return self._on_shards("actor_train", self.trainers, "judge", self._compared(cfg))
 
         parts = self._learners.redone(judge)
         totals = {name: sum(part[name] for part in parts) for name in parts[0]}
@@ -386,7 +380,7 @@ class Fleet:
         return {f"heldout_{name}": total / weight for name, total in totals.items()}
 
     def _compared(self, cfg: PreferenceRunConfig) -> list[Ref]:
-        """What the assembler has begun, scored by the reference as far as the loss needs it, a part per trainer rank."""
+        """What the assembler has begun, scored by the reference as far as the loss needs it, in the trainers' shards."""
         ref_logp = mismatched_logp = mismatched_ref_logp = None
         if self.reference is not None:
             ref_logp = self._score_each("reference", self.reference)
@@ -394,11 +388,12 @@ class Fleet:
             assert self.reference is not None, "a reference point lies between the policy and its reference"
             mismatched_logp = self._score_each("actor_train", self.trainers, mismatched=True)
             mismatched_ref_logp = self._score_each("reference", self.reference, mismatched=True)
-        return self.assembler.refs(0, self.trainers.world, "finish", ref_logp, mismatched_logp, mismatched_ref_logp)
+        return self.assembler.refs(0, self._plan.num_shards("actor_train"), "finish", ref_logp, mismatched_logp, mismatched_ref_logp)
 
     def _score_each(self, role: Role, cluster: Cluster, *, mismatched: bool = False) -> list[Ref]:
-        """Log-probabilities by one role of every update that the assembler has begun, a part per rank."""
-        shards = self.assembler.refs(0, cluster.world, "shards", cluster.world, mismatched=mismatched)
+        """Log-probabilities by one role of every update that the assembler has begun, a part per shard."""
+        num_shards = self._plan.num_shards(role)
+        shards = self.assembler.refs(0, num_shards, "shards", num_shards, mismatched=mismatched)
         return self._ask(role, cluster, "logprobs_of_each", shards)
 
     def record(self, phase: str, step: int, rollout: Rollout) -> None:
@@ -544,6 +539,7 @@ class Fleet:
             **self._model(role, model_folder),
             "trainer": self._cfg.trainer.model_dump(mode="json"),
             "seed": self._cfg.seed,
+            "parallel": self._plan.layout(role).model_dump(mode="json"),
             **kwargs,
         }
         deadline_s = self._cfg.supervision.call_s
@@ -588,7 +584,7 @@ class Fleet:
 
     def _assembler(self, target: str = "drumroll.workers.assembler:Assembler", **kwargs: Any) -> Cluster:
         trainers = self._plan.workers("actor_train")
-        kwargs |= {"num_shards": len(trainers), "seed": self._cfg.seed}
+        kwargs |= {"num_shards": self._plan.num_shards("actor_train"), "seed": self._cfg.seed}
         return self._helper("assembler", trainers[0].node, target, **kwargs)
 
     def _helper(self, role: Helper, node: str, target: str, **kwargs: Any) -> Cluster:
@@ -612,7 +608,7 @@ class Fleet:
         """What the assembler has to know of the critic."""
         if cfg.critic is None:
             return {}
-        return {"num_critic_shards": len(self._plan.workers("critic")), "critic_lam": cfg.critic.lam}
+        return {"num_critic_shards": self._plan.num_shards("critic"), "critic_lam": cfg.critic.lam}
 
     def _teachers(self, cfg: TeacherConfig | None) -> dict[str, Callable[[], Cluster]]:
         """How the teacher is launched, where there is one."""
@@ -622,14 +618,14 @@ class Fleet:
         return {"teacher": lambda: self._trainers("teacher", folder, trust_remote_code=cfg.trust_remote_code)}
 
     def _taught(self, cfg: RlConfig) -> list[Ref]:
-        """What the teacher says of the step's tokens, a part per rank; with its likeliest ones where something needs them."""
+        """What the teacher says of the step's tokens, a part per shard; with its likeliest ones where something needs them."""
         assert self.teacher is not None, "what needs a teacher is refused without one"
         assert cfg.teacher is not None
         top_k = cfg.teacher.top_k if "teacher_top_logp" in cfg.algo.teacher_needs else 0
         return self._score("teacher", self.teacher, "teach", top_k)
 
     def _taught_each(self, shards_of: str, *args: int) -> list[Ref] | None:
-        """What the teacher says of demonstrations, which the assembler's method `shards_of` gives, a part per rank; None where it is not
+        """What the teacher says of demonstrations, which the assembler's method `shards_of` gives, a part per shard; None where it is not
         imitated on demonstrations."""
         cfg = self._cfg
         if not isinstance(cfg, RlConfig | SftRunConfig) or self.teacher is None:
@@ -638,20 +634,29 @@ class Fleet:
         section = cfg.sft if isinstance(cfg, SftRunConfig) else cfg.warmup
         if section is None or section.distill is None:
             return None
-        shards = self.assembler.refs(0, self.teacher.world, shards_of, *args, self.teacher.world)
+        num_shards = self._plan.num_shards("teacher")
+        shards = self.assembler.refs(0, num_shards, shards_of, *args, num_shards)
         return self._ask("teacher", self.teacher, "teach_each", shards, cfg.teacher.top_k)
 
     def _score(self, role: Role, cluster: Cluster, method: Literal["logprobs", "values", "teach"] = "logprobs", *args: Any) -> list[Ref]:
-        """What one role says of the step's tokens, a part per rank."""
-        return self._ask(role, cluster, method, self.assembler.refs(0, cluster.world, "shards", cluster.world), *args)
+        """What one role says of the step's tokens, a part per shard."""
+        num_shards = self._plan.num_shards(role)
+        return self._ask(role, cluster, method, self.assembler.refs(0, num_shards, "shards", num_shards), *args)
 
     def _ask(self, role: Role, cluster: Cluster, method: str, shards: Sequence[Ref], *args: Any) -> list[Ref]:
-        """What every rank of a role says of its shard. The role has its devices until all have answered."""
+        """What the ranks of a role say of each shard. The role has its devices until all have answered."""
+        each = self._plan.layout(role).devices_per_shard
         with self._arbiter.grant(role):
-            parts = [cluster.ref(rank, method, shard, *args) for rank, shard in enumerate(shards)]
+            parts = [cluster.ref(rank, method, shards[rank // each], *args) for rank in range(cluster.world)]
             for part in parts:
                 part.wait()
-            return parts
+            return parts[::each]
+
+    def _on_shards(self, role: Role, cluster: Cluster, method: str, shards: Sequence[Ref]) -> list[Any]:
+        """What the ranks of a role return for each shard. Ranks that share the work on one all get it, and return the same."""
+        each = self._plan.layout(role).devices_per_shard
+        with self._arbiter.grant(role):
+            return cluster.shards(method, [shard for shard in shards for _ in range(each)])[::each]
 
     def _schedule(self, phase: Phase, planned: int) -> Schedule:
         cfg = self._cfg

@@ -11,6 +11,7 @@ from typing import Any, cast
 from drumroll.agents.process import Agent
 from drumroll.algo.algorithm import build_algorithm
 from drumroll.backends.infer.base import InferBackend
+from drumroll.backends.train.base import TrainBackend
 from drumroll.config.models import (
     ANY,
     DataConfig,
@@ -32,10 +33,11 @@ from drumroll.data.tasks import Needs, load_demonstrations, load_tasks
 from drumroll.envs.base import Env
 from drumroll.errors import ConfigError, DataError, ModelError
 from drumroll.hub import resolve_folder
+from drumroll.models.division import problems
 from drumroll.models.folder import CLASSIFIER_ENDING, check_classifier_folder, check_folder
 from drumroll.models.prepare import check_model, resolve_model
 from drumroll.models.scratch import scratch_vocabulary
-from drumroll.plan.mapping import make_plan
+from drumroll.plan.mapping import HOST_ROLES, make_plan
 from drumroll.plan.placement import Plan
 from drumroll.plan.pool import Pool, local_pool, parse_pool
 from drumroll.record.metrics import check_sinks
@@ -146,20 +148,47 @@ def roles_of(cfg: RunConfig) -> tuple[Role, ...]:
 
 
 def _check_parallel(cfg: RunConfig) -> None:
-    """Devices that nobody would compute on are refused."""
+    """Sizes that nobody computes with, and those that do not divide the model, are refused."""
     for role, parallel in cfg.parallel.items():
-        problem, tp = f"`parallel.{role}.tp` is {parallel.tp}", parallel.tp
-        if tp == 1:
+        key = f"parallel.{role}"
+        sizes = {name: size for name, size in parallel.model_dump(exclude_none=True).items() if size > 1 or name == "shard"}
+        if not sizes:
             continue
-        if role != "actor_infer" or not isinstance(cfg, RlConfig):
-            raise ConfigError(f"{problem}, but only engines span several devices; trainers are sharded over all of theirs. Leave it out.")
+        if role in HOST_ROLES:
+            name, size = next(iter(sizes.items()))
+            raise ConfigError(f"`{key}.{name}` is {size}, but a {role} worker computes by itself. Leave it out.")
+        if role == "actor_infer" and isinstance(cfg, RlConfig):
+            _check_engine_sizes(key, sizes, cfg)
+        else:
+            trainer = cast(type[TrainBackend], REGISTRY.lookup("train_backend", cfg.trainer.kind).target)
+            for name, size in sizes.items():
+                if name not in trainer.axes:
+                    advice = "Set `trainer.kind: fsdp2`, or leave it out."
+                    raise ConfigError(f"`{key}.{name}` is {size}, but the trainer '{cfg.trainer.kind}' cannot compute that way. {advice}")
+            for problem in problems(key, parallel, _facts_of(role, cfg)):
+                raise ConfigError(problem)
+
+
+def _check_engine_sizes(key: str, sizes: Mapping[str, int], cfg: RlConfig) -> None:
+    for name, size in sizes.items():
+        if name != "tp":
+            raise ConfigError(f"`{key}.{name}` is {size}, but engines span devices by `{key}.tp` alone. Leave it out.")
         backend = cast(type[InferBackend], REGISTRY.lookup("infer_backend", cfg.engine.kind).target)
         if not backend.spans_devices:
             advice = "Set `engine.kind: vllm`, or leave it out."
-            raise ConfigError(f"{problem}, but the engine '{cfg.engine.kind}' computes on one device. {advice}")
+            raise ConfigError(f"`{key}.tp` is {size}, but the engine '{cfg.engine.kind}' computes on one device. {advice}")
         num_heads = _model_facts(cfg.model).get("num_attention_heads")
-        if num_heads is not None and num_heads % tp:
-            raise ConfigError(f"{problem}, which does not divide the model's {num_heads} attention heads. Choose a divisor.")
+        if num_heads is not None and num_heads % size:
+            raise ConfigError(f"`{key}.tp` is {size}, which does not divide the model's {num_heads} attention heads. Choose a divisor.")
+
+
+def _facts_of(role: Role, cfg: RunConfig) -> Mapping[str, Any]:
+    """What the config of the role's model says."""
+    if role == "teacher" and isinstance(cfg, RlConfig | SftRunConfig) and cfg.teacher is not None:
+        return _facts(resolve_model(cfg.teacher.path, cfg.teacher.revision))
+    if role == "critic" and isinstance(cfg, RlConfig) and cfg.critic is not None and cfg.critic.path is not None:
+        return _facts(resolve_folder(cfg.critic.path, cfg.critic.revision, "model", ModelError))
+    return _model_facts(cfg.model)
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
@@ -233,7 +262,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 def _model_facts(model: ModelConfig) -> Mapping[str, Any]:
     """The same of the model that is trained, which may still have to be made."""
     if model.scratch is not None:
-        return model.scratch.config
+        return {"model_type": model.scratch.architecture, **model.scratch.config}
     assert model.path is not None, "ModelConfig has either `path` or `scratch`"
     return _facts(resolve_model(model.path, model.revision))
 

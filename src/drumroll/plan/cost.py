@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumroll.config.models import ModelConfig, Role
+from drumroll.config.models import ModelConfig, ParallelConfig, Role
 from drumroll.plan.pool import Kind
 
 GIB = 1024**3
 
 MASTER_BYTES = 4
 """A trained weight, its gradient and each of AdamW's two moments are float32 on the rank that owns the shard."""
+
+
+TRAINER_ROLES: tuple[Role, ...] = ("actor_train", "reference", "teacher", "critic")
+"""Roles whose ranks hold one model together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,25 @@ def compute_bytes(dtype: str, kind: Kind) -> int:
     return 2 if dtype == "bfloat16" or (dtype == "auto" and kind == "gpu") else 4
 
 
-def device_memory(role: Role, num_parameters: int, num_devices: int, tp: int, weight_bytes: int, *, adapters: bool = False) -> Memory:
-    """What each of a role's devices holds: trainers shard everything over all of them, an engine its weights over its `tp`. Where only
-    `adapters` learn, what they take is hardly anything beside the weights, which a single trainer holds as passes use them."""
-    if role in ("actor_train", "critic"):
-        shard = -(-num_parameters // num_devices)
-        if adapters:
-            return Memory(weights=shard * (weight_bytes if num_devices == 1 else MASTER_BYTES))
-        return Memory(weights=MASTER_BYTES * shard, gradients=MASTER_BYTES * shard, optimizer=2 * MASTER_BYTES * shard)
-    return Memory(weights=weight_bytes * -(-num_parameters // (num_devices if role in ("reference", "teacher") else tp)))
+def devices_per_copy(role: Role, num_devices: int, parallel: ParallelConfig) -> int:
+    """How many devices hold one copy of the model together: an engine's `tp`; all of a trainer's, or with hybrid sharding some, whatever
+    it is that they divide among themselves."""
+    if role not in TRAINER_ROLES:
+        return parallel.tp
+    return parallel.shard * parallel.devices_per_shard if parallel.shard else num_devices
+
+
+def device_memory(
+    role: Role, num_parameters: int, num_devices: int, parallel: ParallelConfig, weight_bytes: int, *, adapters: bool = False
+) -> Memory:
+    """What each of a role's devices holds of a copy of the model. Where only `adapters` learn, what they take is hardly anything beside
+    the weights, which a single trainer holds as passes use them."""
+    shard = -(-num_parameters // devices_per_copy(role, num_devices, parallel))
+    if role not in ("actor_train", "critic"):
+        return Memory(weights=weight_bytes * shard)
+    if adapters:
+        return Memory(weights=shard * (weight_bytes if num_devices == 1 else MASTER_BYTES))
+    return Memory(weights=MASTER_BYTES * shard, gradients=MASTER_BYTES * shard, optimizer=2 * MASTER_BYTES * shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +81,10 @@ class Family:
     qkv_bias: bool = False
     qk_norms: bool = False
     norms_per_layer: int = 2
+    experts: int = 0
+    """Where the config does not say."""
+    expert_size: int = 0
+    """Inner numbers of an expert where the config does not say."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -74,6 +92,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(key_value_heads=8),
     "qwen2": Family(key_value_heads=32, qkv_bias=True),
     "qwen3": Family(head_dim=128, key_value_heads=32, qk_norms=True),
+    "qwen3_moe": Family(key_value_heads=4, qk_norms=True, experts=128, expert_size=768),
     "gemma": Family(head_dim=256, key_value_heads=16, tied=True),
     "gemma2": Family(head_dim=256, key_value_heads=4, tied=True, norms_per_layer=4),
     "gemma3_text": Family(head_dim=256, key_value_heads=4, tied=True, qk_norms=True, norms_per_layer=4),
@@ -104,8 +123,18 @@ def parameter_count(hf_config: Mapping[str, Any]) -> int | None:
     if family.qk_norms:
         attention += 2 * head_dim
     feed_forward = 3 * hidden * mlp + (2 * mlp + hidden if hf_config.get("mlp_bias") else 0)
+    experts = int(hf_config.get("num_experts", hf_config.get("num_local_experts", family.experts)))
+    mixed = _mixed_layers(hf_config, layers) if experts else 0
+    mixture = experts * hidden * (3 * int(hf_config.get("moe_intermediate_size", family.expert_size)) + 1)  # and the router's rows
     embeddings = vocab * hidden * (1 if (family.tied if tied is None else tied) else 2)
-    return int(embeddings + layers * (attention + feed_forward + family.norms_per_layer * hidden) + hidden)
+    per_layer = attention + family.norms_per_layer * hidden
+    return int(embeddings + layers * per_layer + (layers - mixed) * feed_forward + mixed * mixture + hidden)
+
+
+def _mixed_layers(hf_config: Mapping[str, Any], layers: int) -> int:
+    """How many layers have experts in place of one product."""
+    step, plain = int(hf_config.get("decoder_sparse_step") or 1), set(hf_config.get("mlp_only_layers") or ())
+    return sum((layer + 1) % step == 0 and layer not in plain for layer in range(layers))
 
 
 def known_parameters(model: ModelConfig, *, has_scalar_head: bool = False) -> int | None:

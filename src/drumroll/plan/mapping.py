@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
-from drumroll.config.models import ModelConfig, RlConfig, Role, RunConfig, SftRunConfig
+from drumroll.config.models import ModelConfig, ParallelConfig, RlConfig, Role, RunConfig, SftRunConfig
 from drumroll.errors import PlanError
-from drumroll.plan.cost import GIB, Memory, compute_bytes, device_memory, known_parameters
+from drumroll.plan.cost import GIB, TRAINER_ROLES, Memory, compute_bytes, device_memory, devices_per_copy, known_parameters
 from drumroll.plan.placement import ROLES, Placement, Plan
 from drumroll.plan.pool import Device, Pool
 from drumroll.plan.request import Selection, hosts, select
@@ -41,7 +41,7 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
     - `environment` and `reward`: host processors, workers dealt out over the nodes; but `reward` the devices of `actor_train` where
       it serves a model.
 
-    Such a choice leaves devices over that are too few for an instance of `parallel.<role>.tp`; an explicit map must fit exactly.
+    Such a choice leaves devices over that `parallel.<role>` cannot arrange; an explicit map must fit exactly. A `tp` stays on one node.
     `num_parameters` is the model's size where the caller knows better than `config.model` and the files it names.
     """
     for role in roles:
@@ -52,9 +52,9 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
             select(role, spec, pool)
 
     needed = [role for role in ROLES if role in roles]
-    tp = {role: config.parallel[role].tp if role in config.parallel else 1 for role in needed}
-    selections = {role: _selection(role, config, pool, tp[role]) for role in needed}
-    placements = {role: _place(role, selections[role], tp[role], config, pool) for role in needed}
+    parallel = {role: _layout(role, config) for role in needed}
+    selections = {role: _selection(role, config, pool) for role in needed}
+    placements = {role: _place(role, selections[role], parallel[role], config, pool) for role in needed}
 
     size = num_parameters if num_parameters is not None else known_parameters(config.model)
     memory: dict[Role, Memory] = {}
@@ -63,12 +63,16 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
         if role == "critic" and num_parameters is None:
             own = _critic_parameters(config)
         if own is not None and role not in HOST_ROLES:
-            memory[role] = _estimate(role, placements[role], tp[role], own, config)
-            _check_memory(role, selections[role].devices, memory[role], tp[role], own, pool)
-    return Plan(placements, tp, memory, size)
+            memory[role] = _estimate(role, placements[role], parallel[role], own, config)
+            _check_memory(role, selections[role].devices, memory[role], parallel[role], own, pool)
+    return Plan(placements, parallel, memory, size)
 
 
-def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
+def _layout(role: Role, config: RunConfig) -> ParallelConfig:
+    return config.parallel.get(role, ParallelConfig())
+
+
+def _selection(role: Role, config: RunConfig, pool: Pool) -> Selection:
     """The role's devices or hosts: as the map says, or the default."""
     if isinstance(config.devices, dict) and role in config.devices:
         return select(role, config.devices[role], pool)
@@ -76,14 +80,35 @@ def _selection(role: Role, config: RunConfig, pool: Pool, tp: int) -> Selection:
     if role in HOST_ROLES and not serves_model:
         return hosts(pool, {})
     if role in ("reference", "teacher", "critic", "reward"):
-        trainer = config.parallel["actor_train"].tp if "actor_train" in config.parallel else 1
-        beside = _selection("actor_train", config, pool, trainer)
-        return Selection(_whole_instances(role, beside.devices, tp)) if beside.devices else beside
-    devices = _whole_instances(role, _share(role, _accelerators(config, pool), config), tp)
+        beside = _selection("actor_train", config, pool)
+        return Selection(_fitting(role, beside.devices, config)) if beside.devices else beside
+    layout = _layout(role, config)
+    devices = _whole_instances(role, _share(role, _accelerators(config, pool), config), layout.tp)
     if role == "actor_train":
         devices = _one_kind(devices, pool)
-        devices = devices if devices[0].kind == "gpu" else devices[:tp]
-    return Selection(devices)
+        devices = devices if devices[0].kind == "gpu" else devices[: layout.least_devices]
+    return Selection(_fitting(role, devices, config))
+
+
+def _fitting(role: Role, devices: Sequence[Device], config: RunConfig) -> tuple[Device, ...]:
+    """The devices less those at the end of each node, and of all, that cannot be arranged as the role's parallel sizes say."""
+    layout = _layout(role, config)
+    kept = _whole_instances(role, devices, layout.tp)
+    fitting = (
+        [number for number in range(len(kept), 0, -1) if layout.problem_with(number) is None] if role in TRAINER_ROLES else [len(kept)]
+    )
+    if not fitting:
+        raise PlanError(_misfit(role, len(devices), layout))
+    return kept[: fitting[0]]
+
+
+def _misfit(role: Role, num_devices: int, layout: ParallelConfig) -> str:
+    """That a number of devices cannot be arranged, and which can."""
+    numbers = [number for number in range(1, 2 * num_devices + layout.least_devices) if layout.problem_with(number) is None]
+    nearest_ones = sorted(numbers, key=lambda number: (abs(number - num_devices), number))[:2]
+    advice = f"Give it {' or '.join(map(str, sorted(nearest_ones)))} devices, or change" if nearest_ones else "Change"
+    problem = layout.problem_with(num_devices, f"parallel.{role}")
+    return f"`devices.{role}` has {num_devices} device{'' if num_devices == 1 else 's'}: {problem}. {advice} `parallel.{role}`."
 
 
 def _rewards_need_devices(config: RlConfig) -> bool:
@@ -134,17 +159,23 @@ def _whole_instances(role: Role, devices: Sequence[Device], tp: int) -> tuple[De
     return tuple(kept)
 
 
-def _place(role: Role, selection: Selection, tp: int, config: RunConfig, pool: Pool) -> tuple[Placement, ...]:
+def _place(role: Role, selection: Selection, layout: ParallelConfig, config: RunConfig, pool: Pool) -> tuple[Placement, ...]:
     """Devices or hosts become ranks."""
+    tp = layout.tp
     if selection.hosts:
-        if tp > 1:
-            raise PlanError(f"`parallel.{role}.tp` is {tp}, but {role} runs on host processors, without devices to span. Leave it out.")
+        for name, size in layout.model_dump(exclude_none=True).items():
+            if size > 1:
+                raise PlanError(
+                    f"`parallel.{role}.{name}` is {size}, but {role} runs on host processors, without devices to span. Leave it out."
+                )
         wanted = _host_workers(role, config)
         # Dealt out in turn, then ordered by node, so that neighbouring ranks stand on one node.
         nodes = sorted(rank % len(selection.hosts) for rank in range(wanted))
         return tuple(Placement(role, rank, selection.hosts[node], (), "cpu") for rank, node in enumerate(nodes))
 
     devices = selection.devices
+    if role in TRAINER_ROLES and layout.problem_with(len(devices)) is not None and len(devices) % tp == 0:
+        raise PlanError(_misfit(role, len(devices), layout))
     if len(devices) % tp:
         fitting = len(devices) // tp * tp
         raise PlanError(
@@ -175,22 +206,26 @@ def _teacher_parameters(config: RunConfig) -> int | None:
     return known_parameters(ModelConfig(path=teacher.path)) if teacher is not None else None
 
 
-def _estimate(role: Role, placements: Sequence[Placement], tp: int, num_parameters: int, config: RunConfig) -> Memory:
+def _estimate(role: Role, placements: Sequence[Placement], layout: ParallelConfig, num_parameters: int, config: RunConfig) -> Memory:
     num_devices = sum(max(1, len(placement.devices)) for placement in placements)
     weight_bytes = compute_bytes(config.model.dtype, placements[0].kind)
-    return device_memory(role, num_parameters, num_devices, tp, weight_bytes, adapters=getattr(config.trainer, "lora", None) is not None)
+    return device_memory(
+        role, num_parameters, num_devices, layout, weight_bytes, adapters=getattr(config.trainer, "lora", None) is not None
+    )
 
 
-def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, tp: int, num_parameters: int, pool: Pool) -> None:
+def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, layout: ParallelConfig, num_parameters: int, pool: Pool) -> None:
     """Refuse what cannot fit on a GPU. Roles that share one take turns, so each has to fit by itself."""
     used = {device.node for device in devices}
     for node in pool.nodes:
         if node.id not in used or node.kind != "gpu" or node.memory_gib is None or memory.total <= node.memory_gib * GIB:
             continue
-        divided_by = tp if role == "actor_infer" else len(devices)
+        divided_by = devices_per_copy(role, len(devices), layout)
         least = math.ceil(memory.total * divided_by / (node.memory_gib * GIB))
         if role == "actor_infer":
             advice = f"Set `parallel.{role}.tp` to {least} or more"
+        elif layout.shard and least <= len(devices):
+            advice = f"Leave `parallel.{role}.shard` out, or let {least} GPUs or more share a copy"
         else:
             advice = f"Give `devices.{role}` {least} such GPUs or more"
             if memory.optimizer:

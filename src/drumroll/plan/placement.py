@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal, get_args
 
-from drumroll.config.models import Role
+from drumroll.config.models import ParallelConfig, Role
 from drumroll.plan.cost import Memory
 from drumroll.plan.pool import Device, Kind
 
@@ -56,8 +56,8 @@ class Plan:
 
     placements: Mapping[Role, tuple[Placement, ...]]
     """By role; a placement stands at the position of its rank."""
-    tp: Mapping[Role, int] = field(default_factory=dict)
-    """Devices of one instance. An engine is one worker with that many devices; a trainer is that many ranks in a row."""
+    parallel: Mapping[Role, ParallelConfig] = field(default_factory=dict)
+    """How a role's devices share the work. An engine is one worker with `tp` devices; a trainer's ranks have a device each."""
     memory: Mapping[Role, Memory] = field(default_factory=dict)
     """What each device of a role has to hold at least; empty when the model's size is not known."""
     num_parameters: int | None = None
@@ -69,6 +69,13 @@ class Plan:
     def workers(self, role: Role) -> tuple[Placement, ...]:
         """The role's placements by rank; none for a role that the run does not have."""
         return self.placements.get(role, ())
+
+    def layout(self, role: Role) -> ParallelConfig:
+        return self.parallel.get(role, ParallelConfig())
+
+    def num_shards(self, role: Role) -> int:
+        """How many ranks of a trainer get different trajectories; the others share their work."""
+        return len(self.workers(role)) // self.layout(role).devices_per_shard
 
     def devices(self, role: Role) -> tuple[Device, ...]:
         """The role's devices in the order of its ranks."""
@@ -129,7 +136,7 @@ class Plan:
             "num_parameters": self.num_parameters,
             "roles": {
                 role: {
-                    "tp": self.tp.get(role, 1),
+                    "parallel": self.layout(role).model_dump(),
                     "memory_bytes": asdict(self.memory[role]) if role in self.memory else None,
                     "workers": [
                         {

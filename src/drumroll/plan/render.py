@@ -95,10 +95,13 @@ def _titles(nodes: Sequence[Node], with_label: bool) -> str:
 
 
 def _parallel(plan: Plan, role: Role) -> str:
-    tp, devices = plan.tp.get(role, 1), plan.devices(role)
+    layout, devices = plan.layout(role), plan.devices(role)
     if not devices:
         return f"{len(plan.workers(role))} worker{'' if len(plan.workers(role)) == 1 else 's'}"
-    return f"dp {len(devices) // tp}" + (f" × tp {tp}" if tp > 1 else "")
+    num_shards = len(devices) // layout.devices_per_shard
+    hybrid = f" ({num_shards // layout.shard} copies)" if layout.shard and layout.shard < num_shards else ""
+    sizes = [f"{name} {size}" for name, size in (("cp", layout.cp), ("tp", layout.tp)) if size > 1]
+    return " × ".join([f"dp {num_shards}{hybrid}", *sizes]) + (f", ep {layout.ep}" if layout.ep > 1 else "")
 
 
 def _memory(plan: Plan, role: Role, node: Node) -> str:

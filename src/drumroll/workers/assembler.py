@@ -1,4 +1,4 @@
-"""The assembler: turns blocks of trajectories into each trainer rank's share of the step, beside trainer rank 0.
+"""The assembler: turns blocks of trajectories into shards of the step for the trainer ranks, beside trainer rank 0.
 
 blocks ──pack──► whole batch ──► shards to score ──► (ref_logp, old_logp, values, what a teacher says) ──finish──► shards to train on
 """
@@ -45,8 +45,8 @@ class Assembler:
         num_critic_shards: int = 0,
         critic_lam: float | None = None,
     ) -> None:
-        """`num_shards` is the number of trainer ranks, `num_critic_shards` that of the critic's; `algo` is there for RL,
-        `demonstrations` for supervised fine-tuning. `critic_lam` is the config's `critic.lam`."""
+        """`num_shards` is how many trainer ranks get different trajectories, `num_critic_shards` how many of the critic's; `algo` is there
+        for RL, `demonstrations` for supervised fine-tuning. `critic_lam` is the config's `critic.lam`."""
         torch.set_num_threads(1)
         self._num_shards = num_shards
         self._seed = seed

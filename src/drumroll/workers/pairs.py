@@ -47,7 +47,7 @@ class PairAssembler:
     def __init__(
         self, rank: RankInfo, *, num_shards: int, seed: int, model_folder: str, preference: dict[str, Any], trust_remote_code: bool = False
     ) -> None:
-        """`num_shards` is the number of trainer ranks; `preference` is the section of the config."""
+        """`num_shards` is how many trainer ranks get different rows; `preference` is the section of the config."""
         torch.set_num_threads(1)
         self._config = REGISTRY.lookup("preference_loss", preference["kind"]).schema(PreferenceConfig).model_validate(preference)
         self._num_shards = num_shards

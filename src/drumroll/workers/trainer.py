@@ -18,7 +18,7 @@ from drumroll.algo.loss import Loss, cross_entropy
 from drumroll.backends.train.base import Head, Metrics, RankState, Reads, TrainBackend
 from drumroll.backends.train.memory import Memory
 from drumroll.cluster.transport import SendsWeights
-from drumroll.config.models import AlgoConfig, SoftTargetsConfig, TrainerConfig
+from drumroll.config.models import AlgoConfig, ParallelConfig, SoftTargetsConfig, TrainerConfig
 from drumroll.registry import REGISTRY
 from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 
@@ -40,14 +40,22 @@ class TrainWorker(SendsWeights):
         reads: Reads = "before",
         value_clip: float | None = None,
         distill: dict[str, Any] | None = None,
+        parallel: dict[str, Any] | None = None,
     ) -> None:
         """`algo` is there for a policy in RL; a `scalar` head that reads `before` is a critic's, with `value_clip` for its loss. `distill`
-        is the section of that name of supervised fine-tuning."""
+        is the section of that name of supervised fine-tuning, `parallel` the role's part of that section."""
         entry = REGISTRY.lookup("train_backend", trainer["kind"])
         config = entry.schema(TrainerConfig).model_validate(trainer)
         self.rank = rank
         self.backend: TrainBackend = entry.target(
-            config, Path(model_folder), dtype, seed, trust_remote_code=trust_remote_code, head=head, reads=reads
+            config,
+            Path(model_folder),
+            dtype,
+            seed,
+            trust_remote_code=trust_remote_code,
+            head=head,
+            reads=reads,
+            parallel=ParallelConfig.model_validate(parallel or {}),
         )
         self.backend.setup(rank)
         self._snapshot: RankState | None = None
@@ -104,7 +112,7 @@ class TrainWorker(SendsWeights):
 
     def remember(self) -> tuple[bool, Memory]:
         """That it is done, and the training state as it is, for somebody to keep who outlives this process."""
-        return True, Memory.of(self.backend.snapshot())
+        return True, Memory.of(self.backend.snapshot(alone=True))
 
     def recall(self, memory: Memory) -> None:
         """Go back to what this rank, or the one before it in its place, was to remember."""

@@ -22,6 +22,7 @@ def chunk(vocab_size: int, num_rows: int = 5) -> tuple[torch.Tensor, torch.Tenso
     logits[1, : vocab_size - 2] = -torch.inf  # whole blocks of impossible tokens
     targets = torch.randint(vocab_size, (num_rows,), generator=generator)
     targets[1] = vocab_size - 1
+    targets[4] = -1  # on another rank, where the vocabulary is divided
     return logits.to(DEVICE), targets.to(DEVICE), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7]).to(DEVICE)
 
 

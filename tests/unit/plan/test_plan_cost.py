@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from plan_configs import RL_ROLES, rl_config
 
-from drumroll.config.models import ModelConfig, ScratchConfig
+from drumroll.config.models import ModelConfig, ParallelConfig, ScratchConfig
 from drumroll.errors import PlanError
 from drumroll.plan import Memory, make_plan, parameter_count, parse_pool
 from drumroll.plan.cost import compute_bytes, device_memory, known_parameters
@@ -30,6 +30,7 @@ SHAPE = {
         ("mistral", 257472, 193472, 275904),
         ("qwen2", 257856, 193856, 276480),
         ("qwen3", 516288, 452288, 276048),
+        ("qwen3_moe", 56813088, 56749088, 56831568),
         ("gemma", 746432, 746432, 275904),
         ("gemma2", 746816, 746816, 276288),
         ("gemma3_text", 748352, 748352, 276432),
@@ -49,7 +50,19 @@ def test_biases_count() -> None:
     assert parameter_count({**config, "mlp_bias": True}) == 257472 + 3 * (2 * 160 + 64)
 
 
+def test_experts_count() -> None:
+    config = {"model_type": "qwen3_moe", **SHAPE, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32}
+    plain = parameter_count({**config, "model_type": "qwen3", "num_experts": 0})
+    assert plain is not None
+    mixture = 8 * 64 * (3 * 32 + 1)
+    assert parameter_count(config) == plain + 3 * (mixture - 3 * 64 * 160)
+    assert parameter_count({**config, "mlp_only_layers": [1]}) == plain + 2 * (mixture - 3 * 64 * 160)
+
+
 def test_published_sizes() -> None:
+    mixture = {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    mixture |= {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768, "head_dim": 128}
+    assert parameter_count(mixture) == 30_532_122_624
     qwen = {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
     assert parameter_count({**qwen, "num_attention_heads": 28, "num_key_value_heads": 4}) == 7_615_616_512
     llama = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -74,11 +87,25 @@ def test_known_parameters(tmp_path: Path) -> None:
 
 
 def test_what_each_device_holds() -> None:
-    assert device_memory("actor_train", 1000, 4, 1, 2) == Memory(weights=1000, gradients=1000, optimizer=2000)
-    assert device_memory("actor_train", 1000, 1, 1, 2, adapters=True) == Memory(weights=2000)
-    assert device_memory("actor_train", 1000, 4, 1, 2, adapters=True) == Memory(weights=1000)
-    assert device_memory("actor_infer", 1000, 4, 2, 2) == Memory(weights=1000)
-    assert device_memory("reference", 1000, 4, 1, 4) == Memory(weights=1000)
+    plain = ParallelConfig()
+    assert device_memory("actor_train", 1000, 4, plain, 2) == Memory(weights=1000, gradients=1000, optimizer=2000)
+    assert device_memory("actor_train", 1000, 1, plain, 2, adapters=True) == Memory(weights=2000)
+    assert device_memory("actor_train", 1000, 4, plain, 2, adapters=True) == Memory(weights=1000)
+    assert device_memory("actor_infer", 1000, 4, ParallelConfig(tp=2), 2) == Memory(weights=1000)
+    assert device_memory("reference", 1000, 4, plain, 4) == Memory(weights=1000)
+    every_axis = ParallelConfig(tp=2, cp=2, ep=4)
+    assert device_memory("actor_train", 1000, 4, every_axis, 2) == device_memory("actor_train", 1000, 4, plain, 2)
+    two_copies = ParallelConfig(tp=2, shard=1)
+    assert device_memory("actor_train", 1000, 4, two_copies, 2) == Memory(weights=2000, gradients=2000, optimizer=4000)
+
+
+def test_a_copy_that_cannot_fit_on_the_ranks_that_share_it_is_refused() -> None:
+    config = rl_config(parallel={"actor_train": {"shard": 1}})
+    with pytest.raises(PlanError, match=r"`parallel\.actor_train\.shard` out, or let 2 GPUs or more share a copy"):
+        make_plan(config, parse_pool("1x4x80GiB"), RL_ROLES, num_parameters=7_615_616_512)
+
+
+def test_number_types() -> None:
     assert (compute_bytes("auto", "gpu"), compute_bytes("auto", "cpu")) == (2, 4)
     assert (compute_bytes("bfloat16", "cpu"), compute_bytes("float32", "gpu")) == (2, 4)
 

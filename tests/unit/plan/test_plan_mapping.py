@@ -124,7 +124,16 @@ def test_a_trainer_has_one_rank_per_device_and_an_engine_one_per_instance() -> N
     plan = make_plan(config, parse_pool("2x4x80GiB"), RL_ROLES)
     assert [len(w.devices) for w in plan.workers("actor_train")] == [1] * 8
     assert [len(w.devices) for w in plan.workers("actor_infer")] == [4, 4]
-    assert plan.tp == {"actor_train": 2, "actor_infer": 4, "environment": 1}
+    assert {role: plan.layout(role).tp for role in plan.roles} == {"actor_train": 2, "actor_infer": 4, "environment": 1}
+    assert plan.num_shards("actor_train") == 4
+
+
+def test_what_is_left_over_by_the_parallel_sizes_is_not_used_unasked() -> None:
+    config = rl_config(parallel={"actor_train": {"tp": 2, "cp": 2, "shard": 3}})
+    plan = make_plan(config, parse_pool("4x4x80GiB"), RL_ROLES)
+    assert (len(plan.workers("actor_train")), plan.num_shards("actor_train")) == (12, 3)
+    config = rl_config(parallel={"actor_train": {"cp": 2, "ep": 4}})
+    assert len(make_plan(config, parse_pool("1x4xcpu"), RL_ROLES).workers("actor_train")) == 4
 
 
 def test_to_dict_is_json() -> None:
@@ -176,10 +185,27 @@ def test_requests_that_cannot_be_met(devices: Any, pool: str, fragments: list[st
         ("auto", {"actor_train": 8}, ["`parallel.actor_train.tp` is 8", "at most 4 devices on a node"]),
         ("auto", {"environment": 2}, ["`parallel.environment.tp` is 2", "host processors"]),
         ({"actor_train": "cpu"}, {"actor_train": 2}, ["`parallel.actor_train.tp` is 2", "host processors"]),
+        (
+            {"actor_train": "0-2"},
+            {"actor_train": {"cp": 2}},
+            ["`devices.actor_train` has 3 devices: `parallel.actor_train.tp` × `cp` = 2 does not divide them", "Give it 2 or 4 devices"],
+        ),
+        (
+            {"actor_train": "0-3"},
+            {"actor_train": {"cp": 2, "shard": 3}},
+            ["`parallel.actor_train.shard` = 3 does not divide the 2 that get different trajectories", "Give it 6 or 12 devices"],
+        ),
+        (
+            {"actor_train": "0-3"},
+            {"actor_train": {"shard": 2, "ep": 4}},
+            ["`parallel.actor_train.ep` = 4 does not divide the 2 that share one copy", "Change `parallel.actor_train`"],
+        ),
+        ("auto", {"actor_train": {"tp": 4, "cp": 4}}, ["`devices.actor_train` has 8 devices: `parallel.actor_train.tp` × `cp` = 16"]),
+        ("auto", {"environment": {"cp": 2}}, ["`parallel.environment.cp` is 2", "host processors"]),
     ],
 )
-def test_parallel_sizes_that_do_not_fit(devices: Any, parallel: dict[str, int], fragments: list[str]) -> None:
-    config = rl_config(devices, parallel={role: {"tp": tp} for role, tp in parallel.items()})
+def test_parallel_sizes_that_do_not_fit(devices: Any, parallel: dict[str, Any], fragments: list[str]) -> None:
+    config = rl_config(devices, parallel={role: {"tp": each} if isinstance(each, int) else each for role, each in parallel.items()})
     with pytest.raises(PlanError) as caught:
         make_plan(config, parse_pool("2x4x80GiB"), RL_ROLES)
     for fragment in fragments:

@@ -42,6 +42,14 @@ def test_a_large_cluster_prints_in_a_few_lines() -> None:
         assert row in lines
 
 
+def test_a_layout_names_its_axes() -> None:
+    pool = parse_pool("2x8x80GiB")
+    config = rl_config(parallel={"actor_train": {"tp": 2, "cp": 2, "shard": 2, "ep": 4}})
+    lines = printed(make_plan(config, pool, RL_ROLES, num_parameters=2**30), pool)
+    assert any("dp 4 (2 copies) × cp 2 × tp 2, ep 4" in cell for line in lines for cell in line)
+    assert any("≥ 2.0 GiB of 80 GiB" in cell for line in lines for cell in line)
+
+
 def test_a_laptop_in_a_narrow_terminal() -> None:
     pool = parse_pool("1x2xcpu")
     lines = printed(make_plan(rl_config(), pool, RL_ROLES, num_parameters=2**20), pool, width=80)

@@ -22,7 +22,7 @@ from drumroll.backends.infer.base import Bucket, InferBackend
 from drumroll.errors import ModelError, WorkerError
 from drumroll.hub import resolve_folder
 from drumroll.models.folder import check_folder
-from drumroll.models.loading import check_complete, load_model
+from drumroll.models.loading import as_in_files, check_complete, load_model
 from drumroll.models.prepare import resolve_dtype
 from drumroll.registry import REGISTRY
 from drumroll.rewards.place import ChatModel
@@ -177,6 +177,6 @@ def _load(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
 
 
 def _tensors(model: Any) -> Iterator[Bucket]:
-    """The weights as a trainer sends them: each once, under the model's own name."""
-    for name, tensor in model.named_parameters():
+    """The weights as a trainer sends them: each once, under its name in the model's files."""
+    for name, tensor in as_in_files(model, dict(model.named_parameters())).items():
         yield [(name, tensor.detach())]

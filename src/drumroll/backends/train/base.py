@@ -1,6 +1,7 @@
 """What a training backend must be able to do. `tests/contract/test_train_*.py` check every registered one.
 
-Every rank of the role holds one backend, and every method marked *collective* must be called on all of them.
+Every rank of the role holds one backend, and every method marked *collective* must be called on all of them. Ranks that share the work on
+the same trajectories (`ParallelConfig.devices_per_shard` in a row) are given the same shard, and say the same of it.
 
 A model has one of two heads:
 
@@ -19,13 +20,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from drumroll.algo.loss import Loss
 from drumroll.backends.train.shards import RankState
-from drumroll.config.models import TrainerConfig
+from drumroll.config.models import ParallelConfig, TrainerConfig
 from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 
 __all__ = ["Head", "Loss", "Metrics", "RankState", "Reads", "TrainBackend"]
@@ -38,6 +39,9 @@ Reads = Literal["before", "through"]
 class TrainBackend(ABC):
     """One rank of a trained model."""
 
+    axes: ClassVar[frozenset[str]] = frozenset()
+    """Which sizes of `ParallelConfig` it can compute with."""
+
     def __init__(
         self,
         config: TrainerConfig,
@@ -48,8 +52,10 @@ class TrainBackend(ABC):
         trust_remote_code: bool = False,
         head: Head = "lm",
         reads: Reads = "before",
+        parallel: ParallelConfig | None = None,
     ) -> None:
-        """`dtype` is what passes compute in (`float32`, `bfloat16`); `reads` is for a scalar head."""
+        """`dtype` is what passes compute in (`float32`, `bfloat16`); `reads` is for a scalar head; `parallel` is how the ranks share the
+        work, as data-parallel ones otherwise."""
         self.config = config
         self.model_folder = model_folder
         self.dtype = dtype
@@ -57,6 +63,7 @@ class TrainBackend(ABC):
         self.seed = seed
         self.head = head
         self.reads = reads
+        self.parallel = parallel or ParallelConfig()
 
     @abstractmethod
     def setup(self, rank: RankInfo) -> None:
@@ -111,9 +118,10 @@ class TrainBackend(ABC):
         Shared tensors appear once, under the name that the model's safetensors file uses; floats come in `dtype`."""
 
     @abstractmethod
-    def snapshot(self) -> RankState:
+    def snapshot(self, *, alone: bool = False) -> RankState:
         """A copy of this rank's weights, optimizer, schedule, update count and random states in host memory. Of all that saving
-        takes, training waits for this alone."""
+        takes, training waits for this alone. What several ranks hold is in the snapshot of one of them; `alone`, in each one's, which can
+        then be restored without the others'."""
 
     @abstractmethod
     def state_bytes(self) -> int:
@@ -128,14 +136,15 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Collective. Go to the state that was saved in `folder`, by this or another number of ranks.
+        """Collective. Go to the state that was saved in `folder`, by ranks of this or another number and layout.
 
-        Training goes on bit for bit as it would have with the same number of ranks, and to rounding with another. A state that
+        Training goes on bit for bit as it would have with the same ranks, and to rounding with others. A state that
         is damaged, incomplete or of another model raises `CheckpointError` on every rank and leaves all of them as they were."""
 
     @abstractmethod
     def restore(self, state: RankState) -> None:
-        """Go to a snapshot of this very rank, taken by it or by the one before it in its place: bit for bit where that stood."""
+        """Go to a snapshot of this very rank that stands `alone`, taken by it or by the one before it in its place: bit for bit where
+        that stood."""
 
     @abstractmethod
     def begin(self, schedule: Schedule) -> None:

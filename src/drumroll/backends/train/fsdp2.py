@@ -2,6 +2,10 @@
 
     update ─► micro-batches of packed trajectories ─► forward, loss, backward each ─► clip ─► AdamW
 
+The ranks are a grid (`grid`): trajectories are dealt out along some axes, and the work on the same trajectories is shared along others
+(`division`), whose ranks all compute the loss of all their tokens. What a rank is left with is sharded by FSDP2. Gradients are sums over
+the grid, so that they do not depend on its shape.
+
 Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, so that their
 collectives match: one that has run out of trajectories passes a placeholder of weight 0. A single rank is not wrapped: it has
 nothing to share, and keeps masters of its own where it computes in narrower numbers (`masters`), or none where it learns adapters
@@ -27,9 +31,11 @@ from drumroll.algo.loss import Loss, needs_of
 from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from drumroll.backends.offload import moved, settle
 from drumroll.backends.sampling import processed_logp
-from drumroll.backends.sharded import is_sharded, local, whole
+from drumroll.backends.sharded import local
 from drumroll.backends.train.base import Metrics, TrainBackend
+from drumroll.backends.train.division import divide
 from drumroll.backends.train.fused_layers import use_fused_layers
+from drumroll.backends.train.grid import Grid, HeadExchange
 from drumroll.backends.train.group import RankGroup
 from drumroll.backends.train.head import HeadQuestion, can_be_asked
 from drumroll.backends.train.lora import Adapters, LoraOptions, plain_name
@@ -39,6 +45,7 @@ from drumroll.backends.train.schedule import learning_rate
 from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
 from drumroll.errors import CheckpointError, ModelError
+from drumroll.models.division import in_files
 from drumroll.models.folder import CLASSIFIER_ENDING
 from drumroll.models.loading import check_complete, load_model
 from drumroll.registry import register
@@ -55,6 +62,8 @@ _FILLED_IN = frozenset({"entropy", "top_logp"})
 @register.train_backend("fsdp2")
 class Fsdp2(TrainBackend):
     """PyTorch FSDP2 over gloo or NCCL, on packed sequences."""
+
+    axes = frozenset({"tp", "cp", "ep", "shard"})
 
     class Config(TrainerConfig):
         """Options of `fsdp2`."""
@@ -82,10 +91,13 @@ class Fsdp2(TrainBackend):
             torch.set_num_threads(self.config.threads)
         self._sharded = rank.world > 1
         self._group = RankGroup(rank, self.config.timeout_s)
+        self._grid = Grid(self._group, self.parallel)
         self._model = self._load()
-        self._question = HeadQuestion(self._model) if self.head == "lm" and can_be_asked(self._model) else None
         names = _file_names(self._model)
         self._adapters = Adapters(self._model, self.config.lora) if self.config.lora else None
+        self._division = divide(self._model, self._grid)
+        asked = self.head == "lm" and can_be_asked(self._model)
+        self._question = HeadQuestion(self._model, self._division.vocabulary) if asked else None
         if self._sharded:
             self._shard()
         self._model.to(self._device)
@@ -96,10 +108,12 @@ class Fsdp2(TrainBackend):
             own = {name: self._masters.of(parameter) for name, parameter in own.items()}
         tensors = {**{plain_name(name): tensor for name, tensor in own.items()}, **dict(self._model.named_buffers())}
         self._tensors = {name: tensors[name] for name in names}
+        self._pieces = {**self._division.pieces, **{plain_name(name): piece for name, piece in self._division.pieces.items()}}
         self._learning = {name: tensor for name, tensor in own.items() if tensor.requires_grad} if self._adapters else self._tensors
         """What training changes, by name: all of `_tensors`, or the adapters."""
         trained = self._masters.all if self._masters else self._model.parameters()
         self._parameters = [parameter for parameter in trained if parameter.requires_grad]
+        self._piece_of = {id(tensor): self._pieces[name] for name, tensor in {**tensors, **self._learning}.items()}
         self._schedule: Schedule | None = None
         self._num_updates = 0
         self._optimizer = self._fresh_optimizer()
@@ -125,11 +139,13 @@ class Fsdp2(TrainBackend):
         )
 
         def say(part: Batch, tokens: Tensor) -> None:
-            rows = part.loss_mask.nonzero().squeeze(1)
+            rows = self._own_rows(part)
             targets, temperature = part.token_ids[rows].to(self._device), _compared_at(part)[rows].to(self._device)
-            parts = _likeliest(self._logits(part, (rows - 1).to(self._device)), targets, temperature, size)
+            rows = rows.to(self._device)
+            parts = _likeliest(self._logits(part, rows - 1), targets, temperature, size)
             for target, value in zip((said.logp, said.ids, said.top_logp), parts, strict=True):
-                target[tokens[rows]] = value.to("cpu", target.dtype)
+                spread = value.new_zeros(part.num_tokens, *value.shape[1:])
+                target[tokens] = self._spread_out(spread, rows, value).to("cpu", target.dtype)
 
         self._pass_forward(batch, say)
         return said
@@ -174,13 +190,13 @@ class Fsdp2(TrainBackend):
         ]
         metrics: list[Metrics] = []
         log_ratios: list[Tensor] = []
-        for batch, plan, *shards in zip(updates, plans, *self._group.gather(mine), strict=True):
+        for batch, plan, *shards in zip(updates, plans, *self._grid.gather(mine), strict=True):
             passes, weights, loss_tokens, tokens = zip(*shards, strict=True)
             is_first = not metrics and batch.advantages is not None and self.head == "lm"  # later ones have moved away from the engines
             update = self._update(batch, plan, max(passes), sum(weights), sum(loss_tokens), loss, log_ratios if is_first else None)
             metrics.append({**update, "num_tokens": float(sum(tokens)), "num_loss_tokens": float(sum(loss_tokens))})
         if metrics:
-            metrics[0] |= mismatch(self._group.gather(spread_of(log_ratios)))
+            metrics[0] |= mismatch(self._grid.gather(spread_of(log_ratios)))
         return metrics
 
     def _update(
@@ -211,8 +227,8 @@ class Fsdp2(TrainBackend):
         names = list(sums)
         values = torch.stack([sums[name] for name in names]).tolist() if names else []
         totals: dict[tuple[str, bool], float] = {}
-        for rank_sums in self._group.gather(dict(zip(names, values, strict=True))):
-            for name, value in rank_sums.items():
+        for of_shard in self._grid.gather(dict(zip(names, values, strict=True))):
+            for name, value in of_shard.items():
                 totals[name] = totals.get(name, 0.0) + value
         metrics |= {name: value / num_tokens if is_mean else value for (name, is_mean), value in totals.items()}
         metrics["grad_norm"] = norm = self._clip()
@@ -254,12 +270,12 @@ class Fsdp2(TrainBackend):
         An `lm` head gives log-probabilities under each trajectory's sampling settings, and `entropy`, [T]; a `scalar` head gives values.
         With a gradient come the fields in `fills`; `top_logp`, [T, K], comes only then. `batch` is on the CPU, so that nothing here waits
         for the device."""
-        rows = batch.loss_mask.nonzero().squeeze(1)
+        rows = self._own_rows(batch)
         spread = torch.zeros(batch.num_tokens, device=self._device)
         if self.head == "scalar":
             rows = rows.to(self._device)
             values = self._logits(batch, rows if self.reads == "through" else rows - 1).squeeze(-1).float()
-            return spread.index_copy(0, rows, values), {}
+            return self._spread_out(spread, rows, values), {}
         trajectory = torch.arange(batch.num_trajectories).repeat_interleave(batch.offsets.diff())[rows]
         settings = [value[trajectory].to(self._device) for value in (batch.temperature, batch.top_p, batch.top_k)]
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
@@ -269,23 +285,37 @@ class Fsdp2(TrainBackend):
         if self._question and not truncates and "top_logp" not in fills and self._question.pays(len(rows), vocab_size):
             with self._question.of(targets, settings[0], "entropy" in fills):
                 logp, entropy = self._logits(batch, rows - 1).unbind(-1)
-            return spread.index_copy(0, rows, logp), {"entropy": spread.index_copy(0, rows, entropy)}
+            return self._spread_out(spread, rows, logp), {"entropy": self._spread_out(spread, rows, entropy)}
         logits = self._logits(batch, rows - 1)
         logp, entropy = _chosen(logits, targets, settings, truncates, "entropy" in fills)
-        about = {"entropy": spread.index_copy(0, rows, entropy)}
+        about = {"entropy": self._spread_out(spread, rows, entropy)}
         if "top_logp" in fills:
             assert batch.teacher_top_ids is not None, "a teacher names the tokens before anybody is asked about them"
             ids, temperature = batch.teacher_top_ids.to(self._device)[rows].long(), _compared_at(batch).to(self._device)[rows]
             given = _in_chunks(_given, logits, ids, temperature)[0]
-            about["top_logp"] = spread.new_zeros(len(spread), ids.shape[1]).index_copy(0, rows, given)
-        return spread.index_copy(0, rows, logp), about
+            about["top_logp"] = self._spread_out(spread.new_zeros(len(spread), ids.shape[1]), rows, given)
+        return self._spread_out(spread, rows, logp), about
+
+    def _own_rows(self, batch: Batch) -> Tensor:
+        """[R] the tokens in the loss mask that this rank's head speaks of: all, unless other ranks have some of the tokens."""
+        rows = batch.loss_mask.nonzero().squeeze(1)
+        places = rows if self.head == "scalar" and self.reads == "through" else rows - 1
+        return rows[self._grid.tokens(batch.num_tokens).holds(places)]
+
+    def _spread_out(self, spread: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        """What the ranks that share the batch's tokens say of their rows, at its place among all tokens."""
+        return self._grid.cp.summed(spread.index_copy(0, rows, values))
 
     def _logits(self, batch: Batch, places: Tensor) -> Tensor:
-        """[R, V] what the model puts out at these places of the batch; a scalar head has a V of 1."""
-        layout = PackedLayout(batch.lengths, self._device)
+        """[R, V] what the model puts out at these places of the batch, which are this rank's; a scalar head has a V of 1."""
+        tokens, exchange, lengths = self._grid.tokens(batch.num_tokens), None, batch.lengths
+        if self._grid.cp.size > 1:
+            exchange, places = HeadExchange(self._grid.cp), places - tokens.start
+            lengths = [*lengths, tokens.padding] if tokens.padding else lengths
+        layout = PackedLayout(lengths, self._device, exchange)
         logits: Tensor = self._model(
-            input_ids=batch.token_ids[None].to(self._device),
-            position_ids=batch.position_ids[None].to(self._device),
+            input_ids=tokens.of(batch.token_ids)[None].to(self._device),
+            position_ids=tokens.of(batch.position_ids)[None].to(self._device),
             logits_to_keep=places,
             use_cache=False,
             packed=layout,
@@ -295,30 +325,65 @@ class Fsdp2(TrainBackend):
 
     def _clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`; their norm before that, over all ranks."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        total = get_total_norm(gradients)
-        norm = float(whole(total))
+        self._complete_gradients()
+        norm = self._gradient_norm()
         scale = self.config.max_grad_norm / (norm + 1e-6)
         if scale < 1.0:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_([local(parameter.grad) for parameter in self._parameters if parameter.grad is not None], scale)
         return norm
 
+    def _complete_gradients(self) -> None:
+        """Add up the gradients of what the ranks of `tp` have whole, and each used for its own heads."""
+        learners = [each for each in self._parameters if each.grad is not None and self._piece_of[id(each)].is_partial]
+        if learners and self._grid.tp.size > 1:
+            gradients = [local(each.grad) for each in learners if each.grad is not None]
+            total = self._grid.tp.total(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, summed in zip(gradients, torch.split(total, [each.numel() for each in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def _gradient_norm(self) -> float:
+        """Of all ranks' gradients together, each value of which counts once, however many ranks hold it."""
+        gradients = [(self._piece_of[id(each)], local(each.grad)) for each in self._parameters if each.grad is not None]
+        if not self._sharded:
+            return float(get_total_norm([gradient for _, gradient in gradients]))
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).double()
+        copies = torch.tensor([float(piece.num_copies) for piece, _ in gradients], device=norms.device)
+        return math.sqrt(self._group.total((norms**2 / copies).sum()))
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        model_type = self._source_config.model_type
+        for name, tensor in self._whole_weights():
+            for in_file, index in in_files(model_type, name, tensor.shape):
+                yield in_file, tensor[index]
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective. Whole tensors by their names in the model, in the dtype that passes compute in."""
         dtype = getattr(torch, self.dtype)
         for name, tensor in self._tensors.items():
-            value = tensor.detach()
             if self._adapters:
-                value = self._adapters.merged(name, value)
-            if value.is_floating_point():
-                value = value.to(dtype)
-            yield name, whole(value)
+                merged = self._adapters.merged(name, self._whole(name, tensor), self._whole)
+                yield name, merged.to(dtype) if merged.is_floating_point() else merged
+            else:
+                yield name, self._whole(name, tensor, dtype)
 
-    def snapshot(self) -> RankState:
+    def _whole(self, name: str, held: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Collective. All of a tensor, of which this rank holds a part."""
+        return self._pieces[name].whole(held, dtype)
+
+    def snapshot(self, *, alone: bool = False) -> RankState:
         pieces = []
         for parameter, tensor in self._learning.items():
-            moments = self._optimizer.state.get(tensor, {})
-            for what, value in {"weight": tensor, **moments}.items():
-                extent = Extent(parameter=parameter, what=what, shape=tuple(value.shape), rows=self._rows(value))
+            piece = self._pieces[parameter]
+            if not alone and not piece.is_first_copy(tensor):
+                continue
+            box = piece.box(tensor)
+            for what, value in {"weight": tensor, **self._optimizer.state.get(tensor, {})}.items():
+                if value.ndim:
+                    extent = Extent(parameter=parameter, what=what, shape=piece.shape, box=box)
+                elif alone or all(start == 0 for start, _ in box):
+                    extent = Extent(parameter=parameter, what=what, shape=(), box=())
+                else:
+                    continue
                 pieces.append((extent, local(value.detach()).to("cpu", copy=True)))
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
@@ -349,7 +414,7 @@ class Fsdp2(TrainBackend):
         """What this rank will hold of a saved state."""
         with Shards(folder) as shards:
             stored = {extent.parameter: extent.shape for extent in shards.tensors.values() if extent.what == "weight"}
-            own = {name: tuple(tensor.shape) for name, tensor in self._learning.items()}
+            own = {name: self._pieces[name].shape for name in self._learning}
             for name in sorted({*own, *stored}):
                 if own.get(name) != stored.get(name):
                     raise CheckpointError(
@@ -359,12 +424,12 @@ class Fsdp2(TrainBackend):
             pieces = []
             for key, whole in shards.tensors.items():
                 tensor = self._learning[whole.parameter]
-                rows = self._rows(tensor) if whole.shape else None
-                values = shards.read(key, rows)
+                box = self._pieces[whole.parameter].box(tensor) if whole.shape else ()
+                values = shards.read(key, box)
                 expected = torch.float32 if whole.what == "step" else tensor.dtype
                 if values.dtype != expected:
                     raise CheckpointError(f"'{folder}': '{key}' is stored as {values.dtype}, and is {expected} in training.")
-                pieces.append((whole.model_copy(update={"rows": rows}), values))
+                pieces.append((whole.model_copy(update={"box": box}), values))
             return RankState(pieces, shards.schedule, shards.update, shards.rng(self._group.rank))
 
     def restore(self, state: RankState) -> None:
@@ -380,16 +445,6 @@ class Fsdp2(TrainBackend):
         if self._device.type == "cuda" and "cuda" in state.rng:
             torch.cuda.set_rng_state(state.rng["cuda"], self._device)
 
-    def _rows(self, tensor: Tensor) -> tuple[int, int] | None:
-        """What this rank holds of a sharded tensor: an equal chunk, the last ranks less or nothing; None where it is not sharded."""
-        if not is_sharded(tensor):
-            return None
-        total = len(tensor)
-        chunk = -(-total // self._group.world)
-        start, end = (min(number * chunk, total) for number in (self._group.rank, self._group.rank + 1))
-        assert len(local(tensor)) == end - start, f"rank {self._group.rank} holds {len(local(tensor))} rows, not {start} to {end}"
-        return start, end
-
     def reschedule(self, schedule: Schedule) -> None:
         self._schedule = schedule
 
@@ -399,7 +454,7 @@ class Fsdp2(TrainBackend):
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         """Each update sets its own learning rate."""
-        return torch.optim.AdamW(
+        return LocalAdamW(
             self._parameters,
             lr=self.config.lr,
             betas=self.config.betas,
@@ -410,12 +465,12 @@ class Fsdp2(TrainBackend):
 
     def export(self, folder: Path, *, replace: bool = False) -> None:
         state: dict[str, Tensor] = {}
-        for name, tensor in self.weights():
+        for name, tensor in self._whole_weights():
             if self._group.rank == 0:
                 state[name] = tensor.to("cpu", copy=True)
         adapters: dict[str, Tensor] = {}
         for name, tensor in self._learning.items() if self._adapters else ():
-            adapters[name] = whole(tensor.detach()).to("cpu", copy=True)
+            adapters[name] = self._whole(name, tensor).to("cpu", copy=True)
         failure: Exception | None = None
         if self._group.rank == 0:
             try:
@@ -448,7 +503,7 @@ class Fsdp2(TrainBackend):
 
     def close(self) -> None:
         self._group.leave()
-        del self._model, self._masters, self._optimizer, self._parameters, self._tensors, self._learning
+        del self._model, self._masters, self._optimizer, self._parameters, self._tensors, self._learning, self._division, self._question
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -501,12 +556,19 @@ class Fsdp2(TrainBackend):
         return set() if is_classifier else {"score.weight"}
 
     def _shard(self) -> None:
-        """Every decoder layer is a unit of its own, and what remains the last; gradients are summed, not averaged."""
+        """Every decoder layer is a unit of its own, its experts another, and what remains the last; gradients are summed, not averaged."""
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32)
-        mesh = self._group.mesh()
+        mesh = self._grid.mesh()
+        if self._division.experts:
+            among = self._grid.mesh(of_experts=True)
+            by = partial(_expert_shards, ranks=self._grid.experts_sharded.size)
+            for experts in self._division.experts:
+                fully_shard(
+                    experts, mesh=among, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward, shard_placement_fn=by
+                )
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
@@ -541,6 +603,18 @@ class Fsdp2(TrainBackend):
         """Whether the next backward pass ends in a reduction over the ranks."""
         if self._sharded:
             self._model.set_requires_gradient_sync(now)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW of what this rank holds of each tensor. Left to itself, torch works out anew in every update how all of them are sharded, and
+    refuses tensors that are sharded over different ranks."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """What to update, of which kind each: parameters, gradients, moments, steps."""
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
 
 
 def _chosen(
@@ -611,6 +685,13 @@ def _score_every_token(model: Any) -> None:
         return SequenceClassifierOutput(logits=model.score(hidden[:, logits_to_keep]))
 
     model.forward = forward
+
+
+def _expert_shards(parameter: Tensor, ranks: int) -> Any:
+    """Along which dim experts are sharded: the second where there are fewer of them than ranks."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(1 if len(parameter) < ranks and parameter.shape[1] % ranks == 0 else 0)
 
 
 def _placeholder() -> Batch:

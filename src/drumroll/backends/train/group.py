@@ -6,16 +6,19 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from drumroll.types import RankInfo
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -29,19 +32,32 @@ class RankGroup:
         self.world = rank.world
         self._device = torch.device(rank.device)
         self._joined = rank.world > 1
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         if self._joined:
-            timeout = timedelta(seconds=timeout_s)
-            store = _meet(rank, timeout)
+            store = _meet(rank, self._timeout)
             backend = "nccl" if self._device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world, timeout=self._timeout)
 
-    def mesh(self) -> DeviceMesh:
-        """All ranks as one data-parallel axis."""
+    def of(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Collective among these ranks, of which this is one: they can now have collectives of their own. However many groups there are in
+        all, a rank joins its own only; all ranks of a group ask for it at the same point of their lives."""
+        if len(ranks) == self.world:
+            group = dist.group.WORLD
+            assert group is not None, "a group needs ranks that are connected"
+            return group
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(key, timeout=self._timeout, use_local_synchronization=True)
+        return self._groups[key]
+
+    def mesh(self, groups: Sequence[ProcessGroup], ranks: Tensor) -> DeviceMesh:
+        """These ranks as torch's `DeviceMesh`, with this rank's group along each axis."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        group = dist.group.WORLD
-        assert group is not None, "a mesh needs a connected group"
-        return DeviceMesh.from_group(group, self._device.type)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self._device.type)
+        return DeviceMesh.from_group(list(groups), self._device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
     def gather(self, value: T) -> list[T]:
         """Collective: every rank's small value, in the order of the ranks."""
@@ -51,8 +67,15 @@ class RankGroup:
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
+    def total(self, value: Tensor) -> float:
+        """Collective: the sum of every rank's number."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return float(value)
+
     def leave(self) -> None:
         if self._joined:
+            self._groups.clear()
             dist.destroy_process_group()
             self._joined = False
 

@@ -4,17 +4,24 @@
     H_r    = lse(x_r) - Σ p_rj x_rj          d H_r / d x_rj    = -p_rj (log p_rj + H_r)        x_r = hidden_r · weightᵀ / temperature_r
 
 The backward pass computes the logits once more, so that no more than `LOGITS_PER_CHUNK` of them are ever held, whatever the length of the
-batch. Legend: R rows, N numbers of a hidden state, V vocabulary.
+batch. Where the vocabulary is divided over ranks, each computes the logits of its own part, and three numbers of each row travel:
+
+    lse = log Σ_i exp(lse_i)          Σ p_j x_j = Σ_i exp(lse_i - lse) · (Σ p_j x_j of part i)
+
+Legend: R rows, N numbers of a hidden state, V vocabulary, or a rank's part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from drumroll.backends.train.grid import ALONE, Axis
 
 LOGITS_PER_CHUNK = 2**28
 """Logits that are held at the same time, in float32: one GiB, and half as much for their gradient on a GPU; torch's own functions take two
@@ -28,6 +35,7 @@ class Rows(NamedTuple):
     """What the gradient of a chunk's logits depends on, [r] each."""
 
     targets: Tensor
+    """-1 where the target is not among the columns."""
     temperature: Tensor
     lse: Tensor
     """The logarithm of the sum of exponentials."""
@@ -38,23 +46,55 @@ class Rows(NamedTuple):
 
 
 Look = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""([r, V] logits, which it may spend, targets, temperature) → log-probability of the target, entropy, lse, [r] each."""
+"""([r, V] logits, which it may spend, targets, temperature) → log-probability of the target, entropy, lse, [r] each. A target of -1 may
+get any."""
 Slope = Callable[[Tensor, Rows, torch.dtype], Tensor]
 """([r, V] logits, which it may spend, what they are asked, dtype) → their gradient, in that dtype."""
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens whose rows of the head this rank has."""
+
+    axis: Axis
+    start: int
+    size: int
+
+    def own(self, token_ids: Tensor) -> Tensor:
+        """Their numbers in this part; -1 for those of other parts."""
+        own = token_ids - self.start
+        return own.masked_fill((own < 0) | (own >= self.size), -1)
+
+    def joined(self, logp: Tensor, entropy: Tensor, lse: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What each rank has looked up in its part, as of the whole vocabulary."""
+        chosen = (logp + lse).masked_fill(own < 0, 0.0)
+        chosen, expected, parts = self.axis.whole(torch.stack((chosen, lse - entropy, lse))[None], 0).unbind(1)
+        lse = parts.logsumexp(0)
+        return chosen.sum(0) - lse, lse - ((parts - lse).exp() * expected).sum(0), lse
+
+
 class FusedHead(torch.autograd.Function):
-    """`logp, entropy = FusedHead.apply(hidden, weight, targets, temperature, entropy_learns)`."""
+    """`logp, entropy = FusedHead.apply(hidden, weight, targets, temperature, entropy_learns, part)`."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy_learns: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        entropy_learns: bool,
+        part: VocabularyPart | None = None,
     ) -> tuple[Tensor, Tensor]:
         """[R, N], [V, N], [R], [R] → [R], [R], in float32."""
         read, _ = _functions(hidden.device)
+        if part is not None:
+            targets = part.own(targets)
         logp, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(hidden, weight):
             logp[rows], entropy[rows], lse[rows] = read(_logits(hidden[rows], weight), targets[rows], temperature[rows])
+        if part is not None:
+            logp, entropy, lse = part.joined(logp, entropy, lse, targets)
         ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
         ctx.entropy_learns = entropy_learns
         if not entropy_learns:
@@ -74,7 +114,7 @@ class FusedHead(torch.autograd.Function):
             torch.mm(of_logits, weight, out=of_hidden[rows])
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[rows]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
@@ -103,7 +143,7 @@ def look(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, 
     """A `Look` in torch's own functions."""
     logits = logits.div_(temperature[:, None])
     lse = logits.logsumexp(-1)
-    logp = logits.gather(-1, targets[:, None])[:, 0] - lse
+    logp = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0] - lse
     probability = (logits - lse[:, None]).exp()
     expected = (probability * logits.masked_fill(probability == 0, 0.0)).sum(-1)  # impossible tokens add nothing
     return logp, lse - expected, lse
@@ -117,7 +157,7 @@ def slope(logits: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
     if rows.of_entropy is not None:
         rise = rise + rows.of_entropy[:, None] * (logp.masked_fill(result == 0, 0.0) + rows.entropy[:, None])
     result *= -rise
-    result.scatter_add_(-1, rows.targets[:, None], rows.of_logp[:, None])
+    result.scatter_add_(-1, rows.targets.clamp(min=0)[:, None], rows.of_logp.masked_fill(rows.targets < 0, 0.0)[:, None])
     return result.div_(rows.temperature[:, None]).to(dtype)
 
 
@@ -132,7 +172,9 @@ class HeadQuestion:
         logp, entropy = model(..., logits_to_keep=places).logits[0].T
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, part: VocabularyPart | None = None) -> None:
+        """`part` of the vocabulary is this rank's, where it is divided."""
+        axis = part.axis if part is not None else ALONE
         self._asked: tuple[Tensor, Tensor, bool] | None = None
         head = model.get_output_embeddings()
         assert can_be_asked(model), "the model's head is more than one matrix"
@@ -142,7 +184,8 @@ class HeadQuestion:
             if self._asked is None:
                 logits: Tensor = plain(hidden)
                 return logits
-            logp, entropy = FusedHead.apply(hidden.flatten(0, -2), head.weight, *self._asked)  # type: ignore[no-untyped-call]
+            rows = axis.entered(hidden.flatten(0, -2))
+            logp, entropy = FusedHead.apply(rows, head.weight, *self._asked, part)  # type: ignore[no-untyped-call]
             return torch.stack((logp, entropy), dim=-1)[None]
 
         head.forward = forward

@@ -48,7 +48,7 @@ def _look(logits, targets, temperature, logp, entropy, lse, vocab_size, BLOCK: t
     total = highest + tl.log(mass)
     tl.store(lse + row, total)
     tl.store(entropy + row, total - moment / mass)
-    tl.store(logp + row, tl.load(begin + tl.load(targets + row)) / warmth - total)
+    tl.store(logp + row, tl.load(begin + tl.maximum(tl.load(targets + row), 0)) / warmth - total)
 
 
 def slope(logits: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:

@@ -6,17 +6,20 @@ as well, in a folder of their own, for whoever wants to put them onto the origin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from drumroll.backends.sharded import whole
 from drumroll.errors import ConfigError
+from drumroll.models.division import WITH_EP
 from drumroll.registry import Options, require
 
 ADAPTER = "default"
+_OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 BASE = "base_layer."
 """What PEFT puts into the names of weights that have adapters."""
 
@@ -29,7 +32,8 @@ class LoraOptions(Options):
     alpha: PositiveFloat = 32.0
     """What adapters add is scaled by this over `rank`."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: every linear layer but the head."""
+    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: every linear layer but the head, of a mixture
+    those of its attention."""
 
 
 class Adapters:
@@ -43,7 +47,7 @@ class Adapters:
             r=options.rank,
             lora_alpha=options.alpha,
             lora_dropout=0.0,
-            target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+            target_modules=_targets(model, options),
             exclude_modules=["score"] if hasattr(model, "score") else None,
             bias="none",
         )
@@ -62,13 +66,15 @@ class Adapters:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
 
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """What the weight of this name amounts to, whole, in its own number type."""
-        base = whole(weight.detach())
+    def merged(self, name: str, base: Tensor, whole: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """What the weight of this name, which is `base`, amounts to, in its own number type. `whole` makes a whole tensor of what this rank
+        holds of a parameter."""
         layer = self._layers.get(name)
         if layer is None:
             return base
-        down, up = (whole(adapter[ADAPTER].weight.detach()).float() for adapter in (layer.lora_A, layer.lora_B))
+        stem = name.removesuffix("weight")
+        parts = ((kind, getattr(layer, kind)[ADAPTER].weight) for kind in ("lora_A", "lora_B"))
+        down, up = (whole(f"{stem}{kind}.{ADAPTER}.weight", held).float() for kind, held in parts)
         added = self.scale * (up @ down)
         return (base.float() + (added.T if layer.fan_in_fan_out else added)).to(base.dtype)
 
@@ -81,6 +87,17 @@ class Adapters:
         save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.config.base_model_name_or_path = base
         self.config.save_pretrained(folder)
+
+
+def _targets(model: Any, options: LoraOptions) -> str | list[str]:
+    """The layers that get adapters. PEFT would also take the experts of a mixture, and its router, which are no linear layers."""
+    named = options.targets if isinstance(options.targets, str) else list(options.targets)
+    if model.config.model_type not in WITH_EP:
+        return named
+    refused = [name for name in named if name in _OF_EXPERTS] if isinstance(named, list) else []
+    if refused:
+        raise ConfigError(f"`trainer.lora.targets`: the experts of a {model.config.model_type} cannot have adapters: leave {refused} out.")
+    return list(_OF_ATTENTION) if isinstance(named, str) else named
 
 
 def plain_name(name: str) -> str:

@@ -1,21 +1,24 @@
-"""A training state on disk: one safetensors file and one JSON index per rank, readable by any number of ranks.
+"""A training state on disk: one safetensors file and one JSON index per rank, readable by ranks of any number and layout.
 
-    rank-00000-of-00002.safetensors    weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, step/NAME: this rank's rows; rng/cpu, rng/cuda
-    rank-00000-of-00002.json           which rows of which tensors these are; schedule, update, dtype
+    rank-00000-of-00002.safetensors    weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, step/NAME: this rank's parts; rng/cpu, rng/cuda
+    rank-00000-of-00002.json           which parts of which tensors these are; schedule, update, dtype
 
-NAME is the parameter's name in the model's Hugging Face files. That the files are whole, and that they appear all at once, is the
-business of whoever owns the folder.
+NAME is the parameter's name in the model. Of several ranks with the same part of a tensor, one writes it. That the files are whole, and
+that they appear all at once, is the business of whoever owns the folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -25,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drumroll.errors import CheckpointError, ModelError, RunFolderError
+from drumroll.models.division import in_files
 from drumroll.types import Schedule
 
 What = Literal["weight", "exp_avg", "exp_avg_sq", "step"]
@@ -53,10 +57,14 @@ _COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 """Files of a model folder besides weights: config, tokenizer, chat template, the model's own code and the like."""
 
 
+Box = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+"""Start and end along each dim: a part of a tensor."""
+
+
 class Extent(BaseModel):
     """What a rank holds of one tensor.
 
-    Example: rows 0 to 16 of a matrix: `Extent(parameter="lm_head.weight", what="exp_avg", shape=(32, 8), rows=(0, 16))`.
+    Example: rows 0 to 16 of a matrix: `Extent(parameter="lm_head.weight", what="exp_avg", shape=(32, 8), box=((0, 16), (0, 8)))`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,8 +73,7 @@ class Extent(BaseModel):
     what: What
     shape: tuple[NonNegativeInt, ...]
     """Of the whole tensor."""
-    rows: tuple[NonNegativeInt, NonNegativeInt] | None
-    """Start and end along dim 0; None where every rank has the whole tensor, and rank 0 writes it."""
+    box: Box
 
     @property
     def key(self) -> str:
@@ -75,7 +82,11 @@ class Extent(BaseModel):
     @property
     def held(self) -> tuple[int, ...]:
         """Shape of what is held."""
-        return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
+        return tuple(end - start for start, end in self.box)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ class RankState:
     """One rank's share of a training state, in host memory."""
 
     pieces: list[tuple[Extent, Tensor]]
-    """Weights and persistent buffers, and AdamW's state of those that have been updated."""
+    """Weights and persistent buffers, and AdamW's state of those that have been updated; of what other ranks hold as well, on one of
+    them."""
     schedule: Schedule | None
     update: int
     rng: dict[str, Tensor]
@@ -95,7 +107,7 @@ class _Index(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[1]
+    format: Literal[2]
     rank: NonNegativeInt
     world: PositiveInt
     dtype: str
@@ -107,17 +119,16 @@ class _Index(BaseModel):
 
 def write_rank(folder: Path, rank: int, world: int, dtype: str, state: RankState) -> None:
     """Write one rank's files, down to the disk. Needs nothing but its arguments, so any thread may do it."""
-    pieces = [(extent, values) for extent, values in state.pieces if extent.rows is not None or rank == 0]
     index = _Index(
-        format=1,
+        format=2,
         rank=rank,
         world=world,
         dtype=dtype,
         schedule=state.schedule,
         update=state.update,
-        tensors={extent.key: extent for extent, _ in pieces},
+        tensors={extent.key: extent for extent, _ in state.pieces},
     )
-    named = [*((extent.key, values) for extent, values in pieces), *((f"rng/{name}", values) for name, values in state.rng.items())]
+    named = [*((extent.key, values) for extent, values in state.pieces), *((f"rng/{name}", values) for name, values in state.rng.items())]
     folder.mkdir(parents=True, exist_ok=True)
     stem = _stem(rank, world)
     _write_safetensors(
@@ -133,7 +144,7 @@ def write_rank(folder: Path, rank: int, world: int, dtype: str, state: RankState
 class Shards:
     """All ranks' files of a training state, as whole tensors. Everything but the values themselves is checked at once.
 
-    Example: `with Shards(folder) as shards: tensor = shards.read("weight/lm_head.weight", rows=(0, 16))`.
+    Example: `with Shards(folder) as shards: tensor = shards.read("weight/lm_head.weight", ((0, 16), (0, 8)))`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,8 +154,8 @@ class Shards:
         self.dtype, self.schedule, self.update = first.dtype, first.schedule, first.update
         self.tensors: dict[str, Extent] = {}
         """Every whole tensor by its key."""
-        self._parts: dict[str, list[tuple[int, int, int]]] = {}
-        """Start row, end row and rank of what each rank holds of a tensor, in order; a scalar counts as one row."""
+        self._parts: dict[str, list[tuple[Box, int]]] = {}
+        """What ranks hold of a tensor, and which ranks."""
         for index in self._indices:
             if (index.dtype, index.schedule, index.update) != (self.dtype, self.schedule, self.update):
                 raise CheckpointError(
@@ -153,15 +164,8 @@ class Shards:
                 )
             for key, extent in index.tensors.items():
                 self._add(key, extent, index.rank)
-        for key, parts in self._parts.items():
-            parts.sort()
-            ends = [0, *(end for _, end, _ in parts)]
-            starts = [*(start for start, _, _ in parts), _num_rows(self.tensors[key])]
-            for end, start in zip(ends, starts, strict=True):
-                if end != start:
-                    raise CheckpointError(
-                        f"'{folder}': rows {min(start, end)} to {max(start, end)} of '{key}' are in no rank's file, or in two."
-                    )
+        for key in self.tensors:
+            self._check_complete(key)
 
         parameters: dict[str, dict[str, tuple[int, ...]]] = {}
         for extent in self.tensors.values():
@@ -174,11 +178,24 @@ class Shards:
                 )
 
     def _add(self, key: str, extent: Extent, rank: int) -> None:
-        whole = extent.model_copy(update={"rows": None})
-        if key != extent.key or self.tensors.setdefault(key, whole) != whole:
+        whole = extent.model_copy(update={"box": whole_box(extent.shape)})
+        fits = len(extent.box) == len(extent.shape) and all(
+            start <= end <= size for (start, end), size in zip(extent.box, extent.shape, strict=True)
+        )
+        if key != extent.key or self.tensors.setdefault(key, whole) != whole or not fits:
             raise CheckpointError(f"'{self._folder}': rank {rank} describes '{key}' as {extent}; {self.tensors.get(key)} was expected.")
-        start, end = extent.rows or (0, _num_rows(extent))
-        self._parts.setdefault(key, []).append((start, end, rank))
+        if math.prod(extent.held):
+            self._parts.setdefault(key, []).append((extent.box, rank))
+
+    def _check_complete(self, key: str) -> None:
+        """Raise unless the parts make up the whole tensor, each of its values once. Ranks cut along straight lines: whatever the layout,
+        their parts are the cells of a lattice."""
+        boxes = [box for box, _ in self._parts.get(key, ())]
+        shape = self.tensors[key].shape
+        starts = [sorted({0, *(box[dim][0] for box in boxes)}) for dim in range(len(shape))]
+        cells = [list(zip(first, [*first[1:], size], strict=True)) for first, size in zip(starts, shape, strict=True)]
+        if math.prod(map(len, cells)) != len(boxes) or sorted(boxes) != sorted(itertools.product(*cells)):
+            raise CheckpointError(f"'{self._folder}': some values of '{key}' are in no rank's file, or in two.")
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -206,24 +223,27 @@ class Shards:
                 )
         return file
 
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Some rows of a tensor, or all of it, in memory of its own."""
-        extent = self.tensors[key]
-        if not extent.shape:
-            return self._files[self._parts[key][0][2]].get_tensor(key).clone()  # type: ignore[no-any-return]
-        first, last = rows or (0, extent.shape[0])
-        parts = [
-            self._files[rank].get_slice(key)[max(start, first) - start : min(end, last) - start]
-            for start, end, rank in self._parts[key]
-            if max(start, first) < min(end, last)
-        ]
-        if parts:
-            return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-        return torch.empty((0, *extent.shape[1:]), dtype=self.value_dtype(key))
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor, or all of it, in memory of its own."""
+        wanted = whole_box(self.tensors[key].shape) if box is None else box
+        shared = [(part, rank, common) for part, rank in self._parts.get(key, ()) if (common := overlap(part, wanted)) is not None]
+        pieces = [(common, self._slice(key, rank, part, common)) for part, rank, common in shared]
+        if len(pieces) == 1 and pieces[0][0] == wanted:
+            return pieces[0][1].clone()
+        result = torch.empty([end - start for start, end in wanted], dtype=self.value_dtype(key))
+        for common, values in pieces:
+            result[_within(common, wanted)] = values
+        return result
+
+    def _slice(self, key: str, rank: int, part: Box, common: Box) -> Tensor:
+        """What a rank's file has of a part that lies within its own."""
+        if not part:
+            return self._files[rank].get_tensor(key)  # type: ignore[no-any-return]
+        return self._files[rank].get_slice(key)[_within(common, part)]  # type: ignore[no-any-return]
 
     def value_dtype(self, key: str) -> torch.dtype:
         """What a tensor's values are stored as."""
-        stored = self._files[self._parts[key][0][2]].get_slice(key).get_dtype()
+        stored = self._files[self._parts[key][0][1]].get_slice(key).get_dtype()
         return next(dtype for dtype, name in _DTYPES.items() if name == stored)
 
     def rng(self, rank: int) -> dict[str, Tensor]:
@@ -246,7 +266,9 @@ def export_folder(checkpoint_folder: Path, model_folder: Path, out: Path, *, max
     if not (model_folder / "config.json").is_file():
         raise ModelError(f"'{model_folder}' is not a model folder: it has no config.json, so it cannot say what model the weights are of.")
     with Shards(checkpoint_folder) as shards, new_folder(out) as aside:
-        sources = [_weight_source(shards, extent) for extent in shards.tensors.values() if extent.what == "weight"]
+        config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+        weights = [extent for extent in shards.tensors.values() if extent.what == "weight"]
+        sources = [source for extent in weights for source in _weight_sources(shards, extent, str(config.get("model_type")))]
         files = _split(sources, max_file_bytes)
         for name, content in files.items():
             _write_safetensors(aside / name, content)
@@ -256,7 +278,6 @@ def export_folder(checkpoint_folder: Path, model_folder: Path, out: Path, *, max
                 "weight_map": {source.name: name for name, content in files.items() for source in content},
             }
             (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         if any(source.name == SCORE for source in sources):
             config |= _classifier_facts(config)
@@ -311,10 +332,19 @@ class _Source(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def _weight_source(shards: Shards, extent: Extent) -> _Source:
+def _weight_sources(shards: Shards, extent: Extent, model_type: str) -> Iterator[_Source]:
+    """A weight as the model's files name and cut it."""
     stored = shards.value_dtype(extent.key)
     dtype: torch.dtype = getattr(torch, shards.dtype) if stored.is_floating_point else stored
-    return _Source(extent.parameter, dtype, extent.shape, lambda: shards.read(extent.key).to(dtype))
+    for name, index in in_files(model_type, extent.parameter, extent.shape):
+        given = [(place, place + 1) if isinstance(place, int) else (place.start, place.stop) for place in index]
+        box = (*given, *whole_box(extent.shape)[len(given) :])
+        shape = tuple(end - start for start, end in box[sum(isinstance(place, int) for place in index) :])
+        yield _Source(name, dtype, shape, partial(_read_as, shards, extent.key, box, dtype, shape))
+
+
+def _read_as(shards: Shards, key: str, box: Box, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return shards.read(key, box).to(dtype).view(shape)
 
 
 def _split(sources: Sequence[_Source], max_file_bytes: int) -> dict[str, list[_Source]]:
@@ -379,8 +409,15 @@ def _read_index(path: Path, rank: int, world: int) -> _Index:
     return index
 
 
-def _num_rows(extent: Extent) -> int:
-    return extent.shape[0] if extent.shape else 1
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two parts of a tensor have in common, if anything; a scalar has itself."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < end for start, end in common) else None
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where in a tensor that holds `outer` the part `inner` lies."""
+    return tuple(slice(start - first, end - first) for (start, end), (first, _) in zip(inner, outer, strict=True))
 
 
 def _stem(rank: int, world: int) -> str:

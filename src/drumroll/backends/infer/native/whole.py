@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drumroll.backends.infer.native.cache import SlotCache
+from drumroll.models.loading import as_in_files
 
 
 class WholeModel:
@@ -29,7 +30,7 @@ class WholeModel:
         return logits[:, -1]
 
     def weights(self) -> Mapping[str, Tensor]:
-        return dict(self._model.state_dict(keep_vars=True))
+        return as_in_files(self._model, self._model.state_dict(keep_vars=True))
 
     @torch.inference_mode(False)  # a parameter cannot be pointed at a tensor that was made in inference mode
     def to(self, device: torch.device) -> None:

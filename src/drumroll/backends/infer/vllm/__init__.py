@@ -33,6 +33,7 @@ from drumroll.backends.infer.desk import Desk, Limits, limits_of
 from drumroll.backends.infer.request import Request
 from drumroll.config.models import EngineConfig
 from drumroll.errors import PluginError, WeightSyncError, WorkerError
+from drumroll.models.loading import as_in_files
 from drumroll.registry import register
 from drumroll.types import Chunk, EngineLoad, FinishReason, GenRequest, RankInfo, Version, sample_seed
 
@@ -448,7 +449,7 @@ def check_installed() -> None:
 
 
 def _describe(folder: Path, config: Vllm.Config, *, trust_remote_code: bool) -> tuple[Limits, dict[str, Tensor]]:
-    """What the model can be asked, and its tensors by all of their names, without their memory."""
+    """What the model can be asked, and its tensors by all of their names in files, without their memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -459,7 +460,7 @@ def _describe(folder: Path, config: Vllm.Config, *, trust_remote_code: bool) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
     limits = limits_of(model_config, generation_config, config.context_tokens, folder)
-    return limits, dict(model.named_parameters(remove_duplicate=False))
+    return limits, as_in_files(model, dict(model.named_parameters(remove_duplicate=False)))
 
 
 def _cache_bytes(folder: Path, dtype: str, num_tokens: int) -> int:
