@@ -46,6 +46,8 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # Where a role is given more threads, those that wait sleep: spinning, they would take the cores from those that they wait for.
+    "OMP_WAIT_POLICY": "PASSIVE",
     # Machines that advertise AMX and trap it kill bfloat16 products with SIGILL otherwise.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
 }

@@ -29,6 +29,7 @@ from drumroll.backends.offload import moved, settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.sharded import is_sharded, local, whole
 from drumroll.backends.train.base import Metrics, TrainBackend
+from drumroll.backends.train.beginnings import computed
 from drumroll.backends.train.fused_layers import use_fused_layers
 from drumroll.backends.train.group import RankGroup
 from drumroll.backends.train.head import HeadQuestion, can_be_asked
@@ -127,7 +128,7 @@ class Fsdp2(TrainBackend):
         def say(part: Batch, tokens: Tensor) -> None:
             rows = part.loss_mask.nonzero().squeeze(1)
             targets, temperature = part.token_ids[rows].to(self._device), _compared_at(part)[rows].to(self._device)
-            parts = _likeliest(self._logits(part, (rows - 1).to(self._device)), targets, temperature, size)
+            parts = _likeliest(self._logits(part, rows - 1), targets, temperature, size)
             for target, value in zip((said.logp, said.ids, said.top_logp), parts, strict=True):
                 target[tokens[rows]] = value.to("cpu", target.dtype)
 
@@ -256,10 +257,9 @@ class Fsdp2(TrainBackend):
         for the device."""
         rows = batch.loss_mask.nonzero().squeeze(1)
         spread = torch.zeros(batch.num_tokens, device=self._device)
+        places = rows if self.reads == "through" and self.head == "scalar" else rows - 1
         if self.head == "scalar":
-            rows = rows.to(self._device)
-            values = self._logits(batch, rows if self.reads == "through" else rows - 1).squeeze(-1).float()
-            return spread.index_copy(0, rows, values), {}
+            return spread.index_copy(0, rows.to(self._device), self._logits(batch, places).squeeze(-1).float()), {}
         trajectory = torch.arange(batch.num_trajectories).repeat_interleave(batch.offsets.diff())[rows]
         settings = [value[trajectory].to(self._device) for value in (batch.temperature, batch.top_p, batch.top_k)]
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
@@ -268,9 +268,9 @@ class Fsdp2(TrainBackend):
         vocab_size = self._source_config.get_text_config().vocab_size
         if self._question and not truncates and "top_logp" not in fills and self._question.pays(len(rows), vocab_size):
             with self._question.of(targets, settings[0], "entropy" in fills):
-                logp, entropy = self._logits(batch, rows - 1).unbind(-1)
+                logp, entropy = self._logits(batch, places).unbind(-1)
             return spread.index_copy(0, rows, logp), {"entropy": spread.index_copy(0, rows, entropy)}
-        logits = self._logits(batch, rows - 1)
+        logits = self._logits(batch, places)
         logp, entropy = _chosen(logits, targets, settings, truncates, "entropy" in fills)
         about = {"entropy": spread.index_copy(0, rows, entropy)}
         if "top_logp" in fills:
@@ -281,17 +281,19 @@ class Fsdp2(TrainBackend):
         return spread.index_copy(0, rows, logp), about
 
     def _logits(self, batch: Batch, places: Tensor) -> Tensor:
-        """[R, V] what the model puts out at these places of the batch; a scalar head has a V of 1."""
-        layout = PackedLayout(batch.lengths, self._device)
+        """[R, V] what the model puts out at these places of the batch; a scalar head has a V of 1. Both are on the CPU."""
+        needed = computed(batch, places)
+        layout = PackedLayout(needed.lengths, self._device, needed.source)
+        asked = needed.asked.to(self._device)
         logits: Tensor = self._model(
-            input_ids=batch.token_ids[None].to(self._device),
-            position_ids=batch.position_ids[None].to(self._device),
-            logits_to_keep=places,
+            input_ids=batch.token_ids[None, needed.rows].to(self._device),
+            position_ids=batch.position_ids[None, needed.rows].to(self._device),
+            logits_to_keep=asked,
             use_cache=False,
             packed=layout,
         ).logits[0]
         layout.check(self._num_layers, self._source_config.model_type)
-        return logits if len(logits) == len(places) else logits[places]  # where a model does not know `logits_to_keep`
+        return logits if len(logits) == len(asked) else logits[asked]  # where a model does not know `logits_to_keep`
 
     def _clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`; their norm before that, over all ranks."""

@@ -102,8 +102,8 @@ def bucket(size: int, step: int) -> int:
 
 
 def cache_length(size: int) -> int:
-    """Positions that attention reads so that `size` are covered: 64, 128, 192, 256, 384, 512, ..."""
-    return bucket(size, 64)
+    """Positions that attention reads so that `size` are covered: 16, 32, 48, 64, 96, 128, 192, ... A row's bits are the same for each."""
+    return bucket(size, 16)
 
 
 def _rows(size: int) -> int:
