@@ -28,6 +28,7 @@ from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register
 from drumroll.backends.offload import moved, settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.sharded import is_sharded, local, whole
+from drumroll.backends.train.aligned_layers import use_aligned_layers
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.beginnings import computed
 from drumroll.backends.train.fused_layers import use_fused_layers
@@ -477,6 +478,8 @@ class Fsdp2(TrainBackend):
         check_complete(self.model_folder, [name for name in missing if name not in fresh])
         if self._device.type == "cuda" and self.config.fused_layers:
             use_fused_layers(model)
+        if self._device.type == "cpu" and not self._sharded and self.config.lora is None:
+            use_aligned_layers(model)
         if self.head == "scalar":
             _score_every_token(model)
             if fresh:
