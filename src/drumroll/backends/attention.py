@@ -75,9 +75,12 @@ class Exchange(Protocol):
 class PackedLayout:
     """Where the sequences of one pass lie, and how many attention calls have seen it.
 
-    Not a dataclass: FSDP2 would copy one on its way into every layer."""
+    Tokens that several sequences share may be computed once: `source` [T] then says for each token of the sequences which of the model's
+    it is. Not a dataclass: FSDP2 would copy one on its way into every layer."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, exchange: Exchange | None = None, source: Tensor | None = None
+    ) -> None:
         """With an `exchange` the tokens lie on several ranks; `lengths` are those of all of them."""
         self.exchange = exchange
         length = np.asarray(lengths, dtype=np.int64)
@@ -98,6 +101,9 @@ class PackedLayout:
         self.max_length = int(length.max())
         self.stretches = list(_stretches(length, start, device)) if self.max_length >= _LONG else []
         """Empty where no sequence is long."""
+        self.source = None if source is None else source.to(device)
+        self.one_of_each = None if source is None else torch.from_numpy(np.unique(source.numpy(), return_index=True)[1]).to(device)
+        """[U] where one copy of each of the model's tokens lies in the sequences; None where there is only one."""
         self.num_calls = 0
 
     def check(self, num_layers: int, model_type: str) -> None:
@@ -121,7 +127,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers: [1, H, T, D] queries, [1, H_kv, T, D] keys and values → [1, T, H, D].
+    """Attention function of transformers: [1, H, U, D] queries, [1, H_kv, U, D] keys and values → [1, U, H, D].
 
     Dropout is ignored: log-probabilities must be those that the engine sampled at.
     """
@@ -139,6 +145,8 @@ def packed_attention(
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     if packed.exchange is not None:
         query, key, value = packed.exchange.to_heads(query, key, value)
+    if packed.source is not None:
+        query, key, value = (states.index_select(0, packed.source) for states in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if packed.stretches and sliding_window is None and _has_fast_dense(query.device):
             output = _by_stretches(query, key, value, packed, scaling)
@@ -148,6 +156,8 @@ def packed_attention(
         output = _padded(query, key, value, packed, scaling, sliding_window)
     if packed.exchange is not None:
         output = packed.exchange.to_tokens(output)
+    if packed.one_of_each is not None:
+        output = output.index_select(0, packed.one_of_each)
     return output.unsqueeze(0), None
 
 

@@ -150,13 +150,14 @@ class _Recipe:
         actor_class = ray.remote(Host)
         actors = []
         for placement in placements:
+            variables = session.environment(placement)
             actor = actor_class.options(
                 num_cpus=0,
                 num_gpus=0,
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(session.node_id(placement.node), soft=False),
-                runtime_env={"env_vars": session.environment(placement)},
+                runtime_env={"env_vars": variables} if variables else None,
             ).remote()
             session.adopt(actor)
             actors.append(actor)

@@ -20,14 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
+import ray._private.parameter
 import ray._private.utils
 import ray._private.worker
 from ray._private import ray_constants, services
@@ -46,6 +48,8 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # Where a role is given more threads, those that wait sleep: spinning, they would take the cores from those that they wait for.
+    "OMP_WAIT_POLICY": "PASSIVE",
     # Machines that advertise AMX and trap it kill bfloat16 products with SIGILL otherwise.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
 }
@@ -76,6 +80,8 @@ class Session:
         self.folder: str | None = None
         """Temporary folder of a private Ray, with the workers' logs; kept when a worker failed."""
         self._pool: Pool | None = None
+        self._inherited: dict[str, str] = {}
+        """Variables that workers have from the start, because Ray's own processes have them."""
         self._stack = ExitStack()
         self._actors: list[Any] = []
         self._ending = False
@@ -110,8 +116,10 @@ class Session:
         self._stack.enter_context(_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
         self._stack.enter_context(_fresh_token())
         marks = {MARK: self.folder, "SPT_NOENV": "1"}  # processes that give themselves a title do not write over the first one
+        if all(node.kind == "cpu" for node in self.pool().nodes):  # then one environment does for all workers
+            self._inherited = _environment_on("cpu")
         # Ray replaces 127.0.0.1 by the machine's outer address unless it is told that it cannot form a cluster.
-        with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False), _environment(marks):
+        with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False), _few_processes(), _environment({**marks, **self._inherited}):
             ray.init(
                 address="local",  # also when RAY_ADDRESS names a cluster
                 num_cpus=os.cpu_count(),
@@ -229,16 +237,14 @@ class Session:
             return ""
 
     def environment(self, placement: Placement) -> dict[str, str]:
-        """Variables that must be there before the worker's process starts."""
+        """Variables that Ray must give the worker's process before it starts, besides those that it has anyway. With any, Ray starts the
+        process twice over, which takes as long again as importing Ray."""
         visible: list[str] = []
         if placement.kind == "gpu":
             node = self.pool().by_id[placement.node]
             visible = [node.device_id(device.local) for device in placement.devices]
-        return {
-            "CUDA_VISIBLE_DEVICES": ",".join(visible),
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray leaves the line above alone
-            **(CPU_ENVIRONMENT if placement.kind == "cpu" else {}),
-        }
+        wanted = _environment_on(placement.kind, visible)
+        return {name: value for name, value in wanted.items() if self._inherited.get(name) != value}
 
     def adopt(self, actor: Any) -> None:
         """End this actor with the session."""
@@ -332,6 +338,24 @@ def _guard(mark: str, guard: str, keep: str) -> None:
         time.sleep(0.02)
     if word != keep:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment_on(kind: str, visible: Sequence[str] = ()) -> dict[str, str]:
+    """Variables of a worker on devices of this kind; `visible` are the GPUs that it may see."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(visible),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray leaves the line above alone
+        **(CPU_ENVIRONMENT if kind == "cpu" else {}),
+    }
+
+
+@contextmanager
+def _few_processes() -> Iterator[None]:
+    """A Ray of one machine goes without the processes that watch over a cluster, collect logs for a driver that wants none, and report how
+    Ray is used: together they take as much of a processor as Ray itself. `ray.init` has no arguments for them."""
+    lean = partial(ray._private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
+    with _replaced(ray._private.parameter, "RayParams", lean), _replaced(services, "start_api_server", lambda *args, **kwargs: ("", None)):
+        yield
 
 
 @contextmanager

@@ -944,6 +944,8 @@ class RlConfig(RunConfig):
     def repeatable(self) -> RlConfig:
         if self.deterministic and self.engine.kind != "native":
             raise ValueError(f"`deterministic`: the engine '{self.engine.kind}' samples other tokens each time; use `engine.kind: native`")
+        if self.deterministic and getattr(self.engine, "threads", 1) > 1:
+            raise ValueError("`deterministic` needs `engine.threads: 1`: several threads may add numbers up in an order of their own")
         timed = [name for name in ("max_staleness", "extra_groups", "extra_samples", "tail_batching") if getattr(self.rollout, name)]
         if self.deterministic and timed:
             raise ValueError(f"`deterministic`: with `rollout.{timed[0]}` it depends on timing which samples are trained on, and when")

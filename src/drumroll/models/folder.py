@@ -16,6 +16,9 @@ TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "me
 # Architecture names that are causal language models by their ending; others are looked up in transformers' table, which costs seconds.
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
+LLAMA_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Types of models that drumroll itself knows how to compute."""
+
 CLASSIFIER_ENDING = "ForSequenceClassification"
 
 
@@ -32,7 +35,7 @@ def check_classifier_folder(folder: Path, *, trust_remote_code: bool = False) ->
 
 
 def _check_files(folder: Path) -> None:
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         _check_safetensors(file)
     if not any(all((folder / name).exists() for name in names) for names in TOKENIZER_FILES):
         wanted = " or ".join(" with ".join(names) for names in TOKENIZER_FILES)
@@ -63,6 +66,10 @@ def _check_architecture(folder: Path, config: dict[str, Any], trust_remote_code:
         remote = " It comes with Python code of its own; set `model.trust_remote_code: true` to run that."
     else:
         remote = ""
+    architectures = _architectures(config)
+    is_causal = any(name.endswith(CAUSAL_ENDINGS) for name in architectures)
+    if is_causal and model_type in LLAMA_FAMILY:  # importing transformers takes a second
+        return
 
     import transformers
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
@@ -72,8 +79,7 @@ def _check_architecture(folder: Path, config: dict[str, Any], trust_remote_code:
             f"'{folder}': transformers {transformers.__version__} knows no model_type '{model_type}'."
             f"{nearest(model_type, CONFIG_MAPPING_NAMES)}{remote}"
         )
-    architectures = _architectures(config)
-    if any(name.endswith(CAUSAL_ENDINGS) for name in architectures):
+    if is_causal:
         return
 
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -107,7 +113,8 @@ def _architectures(config: dict[str, Any]) -> list[str]:
     return [name for name in config.get("architectures") or () if isinstance(name, str)]
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.exists():
         shards = sorted({str(shard) for shard in _json_object(index).get("weight_map", {}).values()})

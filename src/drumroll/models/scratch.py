@@ -12,10 +12,20 @@ from typing import Any
 
 from drumroll.config.models import ScratchConfig
 from drumroll.errors import ConfigError
+from drumroll.models.folder import LLAMA_FAMILY
 from drumroll.registry import nearest
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 SPECIAL = (PAD, BOS, EOS)
+
+PLAIN_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 # Fields of an architecture's config that follow from the tokenizer.
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
@@ -24,7 +34,8 @@ FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 def check_scratch(cfg: ScratchConfig) -> None:
     """Raise a `ConfigError` for anything that `make_scratch` could not make."""
     scratch_vocabulary(cfg.characters, cfg.words)
-    _architecture_config(cfg)
+    if not _is_plain(cfg):
+        _architecture_config(cfg)
 
 
 def make_scratch(cfg: ScratchConfig, target: Path, seed: int) -> None:
@@ -88,6 +99,18 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def _is_plain(cfg: ScratchConfig) -> bool:
+    """Whether these are sizes that every decoder of the Llama family can have, so that transformers, whose import takes seconds, need not
+    be asked."""
+    sizes = {name: value for name, value in cfg.config.items() if name != "tie_word_embeddings"}
+    if cfg.architecture not in LLAMA_FAMILY or set(sizes) != set(PLAIN_SIZES):
+        return False
+    if any(type(size) is not int or size < 1 for size in sizes.values()) or type(cfg.config.get("tie_word_embeddings", False)) is not bool:
+        return False
+    hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    return bool(hidden % (2 * heads) == 0 and heads % kv_heads == 0)
 
 
 def _architecture_config(cfg: ScratchConfig) -> Any:

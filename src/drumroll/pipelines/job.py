@@ -231,7 +231,7 @@ def _check_teacher(teacher: TeacherConfig, model: ModelConfig) -> None:
     own_size, size = _num_tokens(_facts(folder)), _num_model_tokens(model)
     if own_size != size:
         raise ModelError(f"`teacher.path`: '{teacher.path}' has {own_size} tokens and `model` has {size}. {advice}")
-    own, students = Tokenizer(folder, trust_remote_code=teacher.trust_remote_code).hf.get_vocab(), _vocabulary(model)
+    own, students = Tokenizer(folder, trust_remote_code=teacher.trust_remote_code).vocabulary, _vocabulary(model)
     other = min(own.items() ^ students.items(), key=lambda entry: entry[1], default=None)
     if other is not None:
         there, here = (next((repr(token) for token, number in known.items() if number == other[1]), "none") for known in (own, students))
@@ -247,7 +247,7 @@ def _vocabulary(model: ModelConfig) -> dict[str, int]:
         return scratch_vocabulary(model.scratch.characters, model.scratch.words)
     assert model.path is not None, "ModelConfig has either `path` or `scratch`"
     folder = resolve_model(model.path, model.revision)
-    return dict(Tokenizer(folder, trust_remote_code=model.trust_remote_code).hf.get_vocab())
+    return Tokenizer(folder, trust_remote_code=model.trust_remote_code).vocabulary
 
 
 def _facts(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from rich.console import Console
 from drumroll.config.models import RlConfig, RunConfig
 from drumroll.errors import RolloutError
 from drumroll.life import Span
-from drumroll.record.curve import draw_curve
 from drumroll.record.folder import RunFolder
 from drumroll.record.live import LiveView
 from drumroll.record.metrics import REWARD, SUCCESS, TOKENS_PER_S, EvalStage, MetricsLog, rewind
@@ -296,6 +295,8 @@ class Recorder:
             quarantined=self._quarantined,
             details={"seed": self._cfg.seed},
         )
+        from drumroll.record.curve import draw_curve  # matplotlib, which nothing needs before the end
+
         write_summary(self.folder, summary)
         draw_curve(self.folder)
         transcripts = []

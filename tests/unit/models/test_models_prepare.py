@@ -9,7 +9,9 @@ import pytest
 
 from drumroll.config.models import ModelConfig, ScratchConfig
 from drumroll.errors import ConfigError, ModelError
+from drumroll.models.folder import LLAMA_FAMILY
 from drumroll.models.prepare import check_model, prepare_model
+from drumroll.models.scratch import _architecture_config, _is_plain
 from drumroll.text.tokenizer import Tokenizer
 
 CHARACTERS = "0123456789 =>\n"
@@ -95,6 +97,15 @@ def test_bad_scratch_sections_are_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         prepare_model(scratch(**changes), tmp_path / "model", seed=0)
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("architecture", sorted(LLAMA_FAMILY))
+def test_sizes_that_are_not_asked_about_are_right(architecture):
+    section = scratch(architecture=architecture, config={**SIZES, "tie_word_embeddings": True}).scratch
+    assert _is_plain(section)
+    assert _architecture_config(section).num_key_value_heads == 2
+    for change in ({"num_key_value_heads": 3}, {"hidden_size": 36}, {"hidden_size": 32.0}, {"head_dim": 8}):
+        assert not _is_plain(section.model_copy(update={"config": {**SIZES, **change}}))
 
 
 def test_a_folder_is_used_where_it_is(model_folder, tmp_path):

@@ -1,5 +1,7 @@
 """Text to tokens and back: nothing guessed, nothing added without being asked for."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +85,34 @@ def test_end_tokens_come_from_tokenizer_and_both_configs(characters, tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 5]}')
     assert Tokenizer(tmp_path).eos_ids == (2, 7, 5)
+
+
+@given(st.text(alphabet=f"{CHARACTERS}hetcasodmn,", max_size=30), st.lists(st.integers(0, 13), max_size=12))
+def test_what_is_read_without_transformers_is_what_transformers_reads(characters, subwords, text, ids):
+    known = "".join(character for character in text if character in CHARACTERS)
+    for tokenizer, said in ((characters, known), (characters, f"<bos>{known}<eos>"), (subwords, text), (subwords, f"{text}<end>the")):
+        assert tokenizer._plain is not None
+        assert tokenizer.encode(said) == tokenizer.hf(said, add_special_tokens=False)["input_ids"]
+        assert tokenizer._ids(said, add_special_tokens=True) == tokenizer.hf(said)["input_ids"]
+        assert tokenizer._text(ids) == tokenizer.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert tokenizer.vocabulary == tokenizer.hf.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"add_bos_token": True}),
+        ("tokenizer_config.json", {"eos_token": "c"}),
+        ("tokenizer_config.json", {"eos_token": {"__type": "AddedToken", "content": "<eos>", "lstrip": True}}),
+        ("tokenizer.json", {"truncation": {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}}),
+        ("added_tokens.json", {"<more>": 20}),
+    ],
+)
+def test_folders_that_say_more_are_left_to_transformers(characters, tmp_path, file, content):
+    characters.hf.save_pretrained(tmp_path)
+    path = tmp_path / file
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **content}))
+    assert Tokenizer(tmp_path)._plain is None
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

@@ -36,12 +36,20 @@ def limits_of(config: Any, generation_config: Any, context_tokens: int | None, f
     """Of a model's configs; `context_tokens` is what the user asks for."""
     text = config.get_text_config()
     longest: int | None = getattr(text, "max_position_embeddings", None)
+    return limits_from(
+        longest, text.vocab_size, [text.eos_token_id, getattr(generation_config, "eos_token_id", None)], context_tokens, folder
+    )
+
+
+def limits_from(
+    longest: int | None, vocab_size: int, ends: Sequence[int | list[int] | None], context_tokens: int | None, folder: Path
+) -> Limits:
+    """Of what the configs say: positions that the model has, if they are limited, and end tokens."""
     if context_tokens is None and longest is None:
         raise ConfigError(f"engine.context_tokens: '{folder}' names no limit of its own, so set one.")
     if context_tokens is not None and longest is not None and context_tokens > longest:
         raise ConfigError(f"engine.context_tokens: got {context_tokens}, but the model's max_position_embeddings is {longest}. Lower it.")
-    end_ids = _ids(text.eos_token_id) | _ids(getattr(generation_config, "eos_token_id", None))
-    return Limits(context_tokens or longest or 0, text.vocab_size, end_ids)
+    return Limits(context_tokens or longest or 0, vocab_size, frozenset().union(*map(_ids, ends)))
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:

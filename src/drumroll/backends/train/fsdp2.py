@@ -32,7 +32,9 @@ from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register
 from drumroll.backends.offload import moved, settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.sharded import local
+from drumroll.backends.train.aligned_layers import use_aligned_layers
 from drumroll.backends.train.base import Metrics, TrainBackend
+from drumroll.backends.train.beginnings import computed
 from drumroll.backends.train.division import divide
 from drumroll.backends.train.fused_layers import use_fused_layers
 from drumroll.backends.train.grid import Grid, HeadExchange
@@ -141,8 +143,9 @@ class Fsdp2(TrainBackend):
         def say(part: Batch, tokens: Tensor) -> None:
             rows = self._own_rows(part)
             targets, temperature = part.token_ids[rows].to(self._device), _compared_at(part)[rows].to(self._device)
+            logits = self._logits(part, rows - 1)
             rows = rows.to(self._device)
-            parts = _likeliest(self._logits(part, rows - 1), targets, temperature, size)
+            parts = _likeliest(logits, targets, temperature, size)
             for target, value in zip((said.logp, said.ids, said.top_logp), parts, strict=True):
                 spread = value.new_zeros(part.num_tokens, *value.shape[1:])
                 target[tokens] = self._spread_out(spread, rows, value).to("cpu", target.dtype)
@@ -272,10 +275,10 @@ class Fsdp2(TrainBackend):
         for the device."""
         rows = self._own_rows(batch)
         spread = torch.zeros(batch.num_tokens, device=self._device)
+        places = rows if self.reads == "through" and self.head == "scalar" else rows - 1
         if self.head == "scalar":
-            rows = rows.to(self._device)
-            values = self._logits(batch, rows if self.reads == "through" else rows - 1).squeeze(-1).float()
-            return self._spread_out(spread, rows, values), {}
+            values = self._logits(batch, places).squeeze(-1).float()
+            return self._spread_out(spread, rows.to(self._device), values), {}
         trajectory = torch.arange(batch.num_trajectories).repeat_interleave(batch.offsets.diff())[rows]
         settings = [value[trajectory].to(self._device) for value in (batch.temperature, batch.top_p, batch.top_k)]
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
@@ -284,9 +287,9 @@ class Fsdp2(TrainBackend):
         vocab_size = self._source_config.get_text_config().vocab_size
         if self._question and not truncates and "top_logp" not in fills and self._question.pays(len(rows), vocab_size):
             with self._question.of(targets, settings[0], "entropy" in fills):
-                logp, entropy = self._logits(batch, rows - 1).unbind(-1)
+                logp, entropy = self._logits(batch, places).unbind(-1)
             return self._spread_out(spread, rows, logp), {"entropy": self._spread_out(spread, rows, entropy)}
-        logits = self._logits(batch, rows - 1)
+        logits = self._logits(batch, places)
         logp, entropy = _chosen(logits, targets, settings, truncates, "entropy" in fills)
         about = {"entropy": self._spread_out(spread, rows, entropy)}
         if "top_logp" in fills:
@@ -307,21 +310,26 @@ class Fsdp2(TrainBackend):
         return self._grid.cp.summed(spread.index_copy(0, rows, values))
 
     def _logits(self, batch: Batch, places: Tensor) -> Tensor:
-        """[R, V] what the model puts out at these places of the batch, which are this rank's; a scalar head has a V of 1."""
-        tokens, exchange, lengths = self._grid.tokens(batch.num_tokens), None, batch.lengths
+        """[R, V] what the model puts out at these places of the batch, which are this rank's; a scalar head has a V of 1. Both are on the
+        CPU."""
         if self._grid.cp.size > 1:
-            exchange, places = HeadExchange(self._grid.cp), places - tokens.start
-            lengths = [*lengths, tokens.padding] if tokens.padding else lengths
-        layout = PackedLayout(lengths, self._device, exchange)
+            tokens = self._grid.tokens(batch.num_tokens)
+            lengths = [*batch.lengths, tokens.padding] if tokens.padding else batch.lengths
+            layout = PackedLayout(lengths, self._device, HeadExchange(self._grid.cp))
+            token_ids, position_ids, asked = tokens.of(batch.token_ids), tokens.of(batch.position_ids), places - tokens.start
+        else:
+            needed = computed(batch, places)
+            layout = PackedLayout(needed.lengths, self._device, source=needed.source)
+            token_ids, position_ids, asked = batch.token_ids[needed.rows], batch.position_ids[needed.rows], needed.asked
         logits: Tensor = self._model(
-            input_ids=tokens.of(batch.token_ids)[None].to(self._device),
-            position_ids=tokens.of(batch.position_ids)[None].to(self._device),
-            logits_to_keep=places,
+            input_ids=token_ids[None].to(self._device),
+            position_ids=position_ids[None].to(self._device),
+            logits_to_keep=asked.to(self._device),
             use_cache=False,
             packed=layout,
         ).logits[0]
         layout.check(self._num_layers, self._source_config.model_type)
-        return logits if len(logits) == len(places) else logits[places]  # where a model does not know `logits_to_keep`
+        return logits if len(logits) == len(asked) else logits[asked]  # where a model does not know `logits_to_keep`
 
     def _clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`; their norm before that, over all ranks."""
@@ -534,6 +542,8 @@ class Fsdp2(TrainBackend):
         check_complete(self.model_folder, [name for name in missing if name not in fresh])
         if self._device.type == "cuda" and self.config.fused_layers:
             use_fused_layers(model)
+        if self._device.type == "cpu" and not self._sharded and self.config.lora is None:
+            use_aligned_layers(model)
         if self.head == "scalar":
             _score_every_token(model)
             if fresh:

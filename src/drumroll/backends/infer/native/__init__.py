@@ -51,6 +51,9 @@ class Native(InferBackend):
         cache_tokens: PositiveInt | None = None
         """Tokens whose keys and values have room on a GPU; `num_slots` × `context_tokens` otherwise, or as many as fit beside the model.
         When they are all in use, the latest requests wait."""
+        threads: PositiveInt = 1
+        """On the CPU. More than one pays where an engine has several cores to itself: where it is the only one (`devices`), and updates
+        wait for it (`rollout.max_staleness: 0`)."""
 
     config: Config
 
@@ -173,7 +176,7 @@ class Native(InferBackend):
 
         runner = self._ready_runner
         if runner.device.type == "cpu":
-            torch.set_num_threads(1)  # more of them wait for one another while others want the cores: five times as slow on two
+            torch.set_num_threads(self.config.threads)
         try:
             with torch.inference_mode():
                 while self._next_actions():

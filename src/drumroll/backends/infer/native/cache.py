@@ -1,6 +1,6 @@
 """Keys and values of every slot in static tensors, and the attention call that reads them.
 
-The model's own forward runs unchanged: it sees a `SlotCache` as its `past_key_values` and finds `attend` through
+A whole model's own forward runs unchanged: it sees a `SlotCache` as its `past_key_values` and finds `attend` through
 transformers' attention interface. `ATTENTION` is unknown to the mask interface on purpose, so that the mask which the
 runner passes reaches `attend` as it is.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from drumroll.errors import ModelError
 
@@ -138,6 +137,3 @@ def _within(mask: Tensor, window: int) -> Tensor:
     """The causal mask [R, 1, Q, length] (0 or -inf) without keys that lie `window` or more before the query."""
     last = (mask == 0).sum(-1, keepdim=True) - 1
     return mask.masked_fill(torch.arange(mask.shape[-1], device=mask.device) <= last - window, -torch.inf)
-
-
-AttentionInterface.register(ATTENTION, attend)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from drumroll.backends.infer.native.kernels import PAGE, add_rms_norm, rms_norm, rotate_and_store, silu_product
-from drumroll.backends.infer.native.layers import LlamaWeights, head_dim_of, why_not_taken
+from drumroll.backends.infer.native.layers import LlamaWeights, Shape, why_not_taken_model
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(qkv, keys, values) of a layer → what its tokens gathered, [T, H D]."""
@@ -22,7 +22,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def why_not_fused(model: Any) -> str:
     """What keeps a model of transformers from being computed here, or nothing."""
-    reason, head_dim = why_not_taken(model), head_dim_of(model.config)
+    reason = why_not_taken_model(model)
+    head_dim = 0 if reason else Shape.of(model.config.to_dict()).head_dim
     if not reason and (head_dim < 16 or head_dim & (head_dim - 1)):
         reason = f"its heads have {head_dim} numbers, and not a power of two from 16 on"
     return reason

@@ -1,21 +1,22 @@
-"""The weights of a decoder of the Llama family, taken out of transformers' modules, and joined where one product does for several.
+"""The weights of a decoder of the Llama family, joined where one product does for several.
 
     hidden ─▶ norm ─▶ q, k, v in one product ─▶ turned, stored ─▶ attention ─▶ output ─▶ + norm ─▶ gate, up in one product ─▶ down ─▶ +
 
-`lean` computes with them in plain torch, `fused` in kernels of its own.
+`take_apart` takes them out of transformers' modules, `llama_folder` reads them from files. `lean` computes with them in plain torch,
+`fused` in kernels of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumroll.backends.offload import moved
-
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+from drumroll.models.folder import LLAMA_FAMILY
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,49 +33,93 @@ class Layer:
     down: Tensor
 
 
-def why_not_taken(model: Any) -> str:
-    """What keeps a model of transformers from being taken apart, or nothing."""
-    config = model.config
-    if config.model_type not in FAMILIES:
-        return f"it is of the type {config.model_type}"
-    head_dim = head_dim_of(config)
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What such a decoder computes, besides its weights."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Shape:
+        """`config` as in a config.json; a field that is missing there is a KeyError."""
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            eps=config["rms_norm_eps"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A decoder in pieces. `weights` are whole, by transformers' names; a tied head is there under both of its names, or under one."""
+
+    shape: Shape
+    weights: dict[str, Tensor]
+    cos: Tensor
+    """[positions, head_dim / 2], and `sin` likewise: by how much a token at each position is turned."""
+    sin: Tensor
+
+
+def why_not_taken(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """What keeps a model with this config, and weights of these names, from being computed here, or nothing."""
+    if config.get("model_type") not in LLAMA_FAMILY:
+        return f"it is of the type {config.get('model_type')}"
+    shape = Shape.of(config)
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     reasons = {
-        f"its heads have {head_dim} numbers, which do not come in pairs": head_dim % 2 == 1,
-        "it attends within a window": getattr(config, "sliding_window", None) is not None,
-        f"its activation is {config.hidden_act}": config.hidden_act != "silu",
+        f"its heads have {shape.head_dim} numbers, which do not come in pairs": shape.head_dim % 2 == 1,
+        "it attends within a window": window is not None,
+        f"its activation is {config.get('hidden_act')}": config.get("hidden_act") != "silu",
         "it has biases outside its queries, keys and values": any(
-            name.endswith(".bias") and not name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
-            for name, _ in model.named_parameters()
+            name.endswith(".bias") and not name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")) for name in names
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def head_dim_of(config: Any) -> int:
-    """Numbers of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def why_not_taken_model(model: Any) -> str:
+    """The same of a model of transformers."""
+    return why_not_taken(model.config.to_dict(), [name for name, _ in model.named_parameters()])
+
+
+def take_apart(model: Any, context: int) -> Parts:
+    """The parts of a transformers model, which is empty afterwards, for up to `context` positions."""
+    shape = Shape.of(model.config.to_dict())
+    embedding = model.model.embed_tokens.weight
+    cos, sin = model.model.rotary_emb(embedding[:1, None, :], torch.arange(context, device=embedding.device)[None])
+    half = shape.head_dim // 2
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
+    for module in model.modules():
+        module._parameters.clear()  # what is joined below is what counts from now on
+    return Parts(shape, weights, cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
 
 
 class LlamaWeights:
-    """Takes the weights out of a transformers model, which is empty afterwards."""
+    """Joins the parts of a decoder, whose `weights` are empty afterwards."""
 
-    def __init__(self, model: Any, context: int) -> None:
-        config = model.config
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim = head_dim_of(config)
-        self.hidden_size: int = config.hidden_size
-        self.eps: float = config.rms_norm_eps
-        self.scale: float = model.model.layers[0].self_attn.scaling
-        self.embedding: Tensor = model.model.embed_tokens.weight
-        self.head: Tensor = model.lm_head.weight
-        self.norm: Tensor = model.model.norm.weight
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.by_name: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+    def __init__(self, parts: Parts) -> None:
+        shape, self._parts = parts.shape, parts.weights
+        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.hidden_size, self.eps = shape.hidden_size, shape.eps
+        self.scale = self.head_dim**-0.5
+        self.by_name: dict[str, Tensor] = {}
         """Every weight under transformers' name for it; some are parts of larger ones here."""
-        self.by_name["lm_head.weight"] = self.head
-        self.cos, self.sin = self._angles(model, context)
-        self.layers = [self._take(layer, f"model.layers.{number}.") for number, layer in enumerate(model.model.layers)]
+        self.embedding = self._named("model.embed_tokens.weight")
+        self.norm = self._named("model.norm.weight")
+        head = self._parts.pop("lm_head.weight", self.embedding)
+        is_tied = head.data_ptr() == self.embedding.data_ptr()
+        self.head = self.by_name["lm_head.weight"] = self.embedding if is_tied else head
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.cos, self.sin = parts.cos, parts.sin
+        self.layers = [self._layer(f"model.layers.{number}.") for number in range(shape.num_layers)]
 
     def to(self, device: torch.device) -> None:
         """Move every weight; names go on to stand for parts of the larger ones."""
@@ -104,46 +149,27 @@ class LlamaWeights:
         ]
         self.device = device
 
-    def _take(self, layer: Any, prefix: str) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = {"q_proj": attention.q_proj, "k_proj": attention.k_proj, "v_proj": attention.v_proj}
-        qkv = self._joined({f"{prefix}self_attn.{name}.weight": one.weight for name, one in projections.items()})
-        has_bias = attention.q_proj.bias is not None
-        bias = self._joined({f"{prefix}self_attn.{name}.bias": one.bias for name, one in projections.items()}) if has_bias else None
-        gate_up = self._joined({f"{prefix}mlp.{name}.weight": getattr(mlp, name).weight for name in ("gate_proj", "up_proj")})
-        head_norms = None
-        if hasattr(attention, "q_norm"):
-            head_norms = (
-                self._named(f"{prefix}self_attn.q_norm.weight", attention.q_norm.weight),
-                self._named(f"{prefix}self_attn.k_norm.weight", attention.k_norm.weight),
-            )
-        taken = Layer(
-            before_attention=self._named(f"{prefix}input_layernorm.weight", layer.input_layernorm.weight),
-            qkv=qkv,
-            qkv_bias=bias,
-            head_norms=head_norms,
-            out=self._named(f"{prefix}self_attn.o_proj.weight", attention.o_proj.weight),
-            before_mlp=self._named(f"{prefix}post_attention_layernorm.weight", layer.post_attention_layernorm.weight),
-            gate_up=gate_up,
-            down=self._named(f"{prefix}mlp.down_proj.weight", mlp.down_proj.weight),
+    def _layer(self, prefix: str) -> Layer:
+        attention, projections = f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj")
+        has_bias, has_norms = f"{attention}q_proj.bias" in self._parts, f"{attention}q_norm.weight" in self._parts
+        return Layer(
+            before_attention=self._named(f"{prefix}input_layernorm.weight"),
+            qkv=self._joined([f"{attention}{name}.weight" for name in projections]),
+            qkv_bias=self._joined([f"{attention}{name}.bias" for name in projections]) if has_bias else None,
+            head_norms=(self._named(f"{attention}q_norm.weight"), self._named(f"{attention}k_norm.weight")) if has_norms else None,
+            out=self._named(f"{attention}o_proj.weight"),
+            before_mlp=self._named(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._joined([f"{prefix}mlp.{name}.weight" for name in ("gate_proj", "up_proj")]),
+            down=self._named(f"{prefix}mlp.down_proj.weight"),
         )
-        for module in layer.modules():
-            module._parameters.clear()  # the joined copies are what counts from now on
-        return taken
 
-    def _named(self, name: str, tensor: Tensor) -> Tensor:
-        self.by_name[name] = tensor.detach()
+    def _named(self, name: str) -> Tensor:
+        self.by_name[name] = self._parts.pop(name)
         return self.by_name[name]
 
-    def _joined(self, parts: dict[str, nn.Parameter]) -> Tensor:
-        whole = torch.cat([part.detach() for part in parts.values()])
-        for name, view in zip(parts, torch.split(whole, [len(part) for part in parts.values()]), strict=True):
+    def _joined(self, names: list[str]) -> Tensor:
+        parts = [self._parts.pop(name) for name in names]
+        whole = torch.cat(parts)
+        for name, view in zip(names, torch.split(whole, [len(part) for part in parts]), strict=True):
             self.by_name[name] = view
         return whole
-
-    def _angles(self, model: Any, context: int) -> tuple[Tensor, Tensor]:
-        """[context, head_dim / 2] each, as the model's own module has them."""
-        positions = torch.arange(context, device=self.device)[None]
-        cos, sin = model.model.rotary_emb(self.embedding[:1, None, :], positions)
-        half = self.head_dim // 2
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -21,6 +21,7 @@ from torch import Tensor
 from drumroll.backends.infer.desk import limits_of
 from drumroll.backends.infer.native.fused import FusedModel
 from drumroll.backends.infer.native.kernels import PAGE, QUERY_BLOCK, DecodeAttention, SlotState, draw, next_rows, prefill_attention
+from drumroll.backends.infer.native.layers import take_apart
 from drumroll.backends.infer.native.pages import Holding, PageBook
 from drumroll.backends.infer.native.runner import (
     Runner,
@@ -69,7 +70,7 @@ class PagedRunner(Runner):
         trial = trial_tokens(self.limits.vocab_size, self.limits.context)
         with torch.inference_mode():
             expected = own_logits(model, trial)
-        self.model = FusedModel(model, self.limits.context)
+        self.model = FusedModel(take_apart(model, self.limits.context))
         self.state = SlotState(cfg.num_slots, self.device)
         self._rows = torch.full((cfg.num_slots,), self.state.idle, dtype=torch.int32, device=self.device)
         self._positions = torch.zeros(cfg.num_slots, dtype=torch.int32, device=self.device)

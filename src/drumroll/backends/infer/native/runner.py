@@ -18,7 +18,7 @@ from torch import Tensor
 from drumroll.backends.checksum import begin_checksum, checksums
 from drumroll.backends.infer.checklist import Checklist
 from drumroll.backends.infer.desk import Limits
-from drumroll.backends.infer.native.cache import ATTENTION
+from drumroll.backends.infer.native.cache import ATTENTION, attend
 from drumroll.errors import ModelError
 from drumroll.models.loading import check_complete, load_model
 
@@ -126,6 +126,12 @@ def open_runner(cfg: Native.Config, folder: Path, dtype: str, device_name: str, 
     from drumroll.backends.infer.native.slots import SlotRunner
 
     device = torch.device(device_name)
+    if device.type == "cpu":
+        from drumroll.backends.infer.native.llama_folder import LlamaFolder
+
+        found = LlamaFolder.open(folder)
+        if found is not None:
+            return SlotRunner.of_folder(found, getattr(torch, dtype), cfg)
     model = load_for_inference(folder, dtype, device, trust_remote_code)
     if device.type == "cuda":
         from drumroll.backends.infer.native.fused import why_not_fused
@@ -133,11 +139,14 @@ def open_runner(cfg: Native.Config, folder: Path, dtype: str, device_name: str, 
 
         if not why_not_fused(model):
             return PagedRunner(model, folder, cfg)
-    return SlotRunner(model, folder, cfg)
+    return SlotRunner.of_model(model, folder, cfg)
 
 
 def load_for_inference(folder: Path, dtype: str, device: torch.device, trust_remote_code: bool) -> Any:
-    """The model of a folder on its device, attending by way of `cache.attend`."""
+    """The model of a folder on its device, as transformers loads it, attending by way of `cache.attend`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attend)
     model, missing = load_model(
         folder, "lm", trust_remote_code=trust_remote_code, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
     )

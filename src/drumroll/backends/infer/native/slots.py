@@ -17,7 +17,8 @@ same prompt share its prefill: whoever comes later gets a copy of the keys and v
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drumroll.backends.infer.desk import limits_of
+from drumroll.backends.infer.desk import Limits, limits_of
 from drumroll.backends.infer.native.cache import SlotCache
-from drumroll.backends.infer.native.layers import why_not_taken
+from drumroll.backends.infer.native.layers import take_apart, why_not_taken_model
 from drumroll.backends.infer.native.lean import LeanModel
 from drumroll.backends.infer.native.runner import (
     Runner,
@@ -44,6 +45,7 @@ from drumroll.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from drumroll.backends.infer.native import Native
+    from drumroll.backends.infer.native.llama_folder import LlamaFolder
     from drumroll.backends.infer.request import Request
 
 ROW_STEP = 16
@@ -100,8 +102,8 @@ def bucket(size: int, step: int) -> int:
 
 
 def cache_length(size: int) -> int:
-    """Positions that attention reads so that `size` are covered: 64, 128, 192, 256, 384, 512, ..."""
-    return bucket(size, 64)
+    """Positions that attention reads so that `size` are covered: 16, 32, 48, 64, 96, 128, 192, ... A row's bits are the same for each."""
+    return bucket(size, 16)
 
 
 def _rows(size: int) -> int:
@@ -109,16 +111,26 @@ def _rows(size: int) -> int:
     return -(-size // ROW_STEP) * ROW_STEP
 
 
+@contextmanager
+def _refused_by(name: str) -> Iterator[None]:
+    """Whatever a model raises becomes a `ModelError` with its name."""
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(f"{name} does not run on the native engine: {type(error).__name__}: {error}. Use another engine.") from error
+
+
 class SlotRunner(Runner):
     """A causal LM with a slot cache and the sampling state of every slot."""
 
     num_ahead = 0
-    model: WholeModel | LeanModel
 
-    def __init__(self, model: Any, folder: Path, cfg: Native.Config) -> None:
-        self.device = model.device
-        self.limits = limits_of(model.config, model.generation_config, cfg.context_tokens, folder)
-        self.optional = frozenset(name for name, _ in model.named_buffers())
+    def __init__(self, model: WholeModel | LeanModel, device: torch.device, limits: Limits, cfg: Native.Config) -> None:
+        self.model = model
+        self.device = device
+        self.limits = limits
         self.num_rows = _rows(cfg.num_slots)
         self.cache = SlotCache(self.num_rows, cache_length(self.limits.context))
         self._prefill_tokens = cfg.prefill_tokens or (256 if self.device.type == "cpu" else 8192)
@@ -141,7 +153,29 @@ class SlotRunner(Runner):
         """Slots that hold the keys and values of a prompt."""
         self._fillers: dict[bytes, int] = {}
         """The slot that is about to get them."""
-        self._check_model(model)
+
+    @classmethod
+    def of_folder(cls, found: LlamaFolder, dtype: torch.dtype, cfg: Native.Config) -> SlotRunner:
+        """On the CPU, of a folder that drumroll reads by itself."""
+        limits = found.limits(cfg.context_tokens)
+        runner = cls(LeanModel(found.read(dtype, limits.context)), torch.device("cpu"), limits, cfg)
+        runner._try_out(str(found.folder))
+        return runner
+
+    @classmethod
+    @torch.inference_mode()
+    def of_model(cls, model: Any, folder: Path, cfg: Native.Config) -> SlotRunner:
+        """Of a model of transformers. A short text's logits are compared with those of its own forward, so that a model which is not
+        served rightly is refused by name."""
+        name, limits = type(model).__name__, limits_of(model.config, model.generation_config, cfg.context_tokens, folder)
+        with _refused_by(name):
+            expected = own_logits(model, trial_tokens(limits.vocab_size, limits.context))
+            optional = frozenset(name for name, _ in model.named_buffers())
+            own = WholeModel(model) if why_not_taken_model(model) else LeanModel(take_apart(model, limits.context))
+        runner = cls(own, model.device, limits, cfg)
+        runner.optional = optional
+        refuse_other_logits(name, runner._try_out(name), expected, own.dtype)
+        return runner
 
     # -- Places
 
@@ -360,28 +394,20 @@ class SlotRunner(Runner):
     # -- Checking
 
     @torch.inference_mode()
-    def _check_model(self, model: Any) -> None:
-        """Take the model, and compare a short text's logits with those of its own forward, so that a model which is not served rightly is
-        refused by name. Allocates the cache."""
-        name = type(model).__name__
-        tokens = trial_tokens(self.limits.vocab_size, self.limits.context)
+    def _try_out(self, name: str) -> Tensor:
+        """[V] the logits of a short text. Allocates the cache."""
         try:
-            expected = own_logits(model, tokens)
-            self.model = WholeModel(model) if why_not_taken(model) else LeanModel(model, self.limits.context)
-            got = self._logits(tokens)
+            with _refused_by(name):
+                logits = self._logits(trial_tokens(self.limits.vocab_size, self.limits.context))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"engine.num_slots (got {self.num_rows}) times engine.context_tokens (got {self.limits.context}): the keys and values of "
                 f"so many tokens do not fit beside the model into the memory of {self.device}. Lower one of them."
             ) from error
-        except ModelError:
-            raise
-        except Exception as error:
-            raise ModelError(f"{name} does not run on the native engine: {type(error).__name__}: {error}. Use another engine.") from error
         kept, num_layers = len(self.cache.layers), self.model.num_layers
         if kept != num_layers:
             raise ModelError(f"{name} keeps keys and values of {kept} of its {num_layers} layers in the native engine. Use another engine.")
-        refuse_other_logits(name, got, expected, self.model.dtype)
+        return logits
 
     def _logits(self, tokens: list[int]) -> Tensor:
         """[V] after the tokens, the engine's way."""
