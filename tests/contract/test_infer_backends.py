@@ -13,22 +13,23 @@ import torch
 from engine_driver import ARCHITECTURES, EOS, Driver, ask, bucketed, engine, make_model, prompt_of, reference, tensors
 
 from drumroll.backends.checksum import checksum
-from drumroll.backends.infer.vllm import check_installed
+from drumroll.backends.infer import sglang, vllm
 from drumroll.backends.sampling import processed_logp
 from drumroll.errors import DrumrollError, PluginError, WeightSyncError
 from drumroll.registry import REGISTRY
 from drumroll.types import Version
 
 BACKENDS = REGISTRY.names("infer_backend")
+INSTALLED = {"vllm": vllm.check_installed, "sglang": sglang.check_installed}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "vllm":
+    if request.param in INSTALLED:
         try:
-            check_installed()
+            INSTALLED[request.param]()
         except PluginError as error:
-            pytest.skip(f"{error} `make test-vllm` does both.")
+            pytest.skip(f"{error} `make test-{request.param}` does both.")
     return str(request.param)
 
 
