@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, part.name) for part in fields(self)) - self.host
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.cache + self.buffers
 
     def __str__(self) -> str:
         values = [(part.name, getattr(self, part.name)) for part in fields(self) if part.name != "host"]
@@ -325,9 +325,3 @@ def waiting(working: Memory, *, offloads: bool, keeps_cache: bool) -> Memory:
     """What a role has while others work: its state, on its device or in host memory, and an engine its cache unless that is given up."""
     state = Memory(working.weights, 0, working.optimizer, cache=working.cache if keeps_cache else 0)
     return Memory(host=state.weights + state.optimizer) if offloads else state
-
-
-def known_parameters(model: ModelConfig, *, has_scalar_head: bool = False) -> int | None:
-    """The model's size as far as it is known before anything starts."""
-    shape = known_shape(model, has_scalar_head=has_scalar_head)
-    return None if shape is None else shape.num_parameters
