@@ -9,7 +9,9 @@
     │   ├── PluginError            a registered name or import path that cannot be resolved
     │   └── RunFolderError         a run folder that already holds a run, or does not
     ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
+    │   ├── DeviceMemoryError      a device's memory was not enough: who, at which stage, for what, and the setting to change
     │   └── WorkerLost             the worker's process or node is gone
+    │       └── DeviceLost         its device is: nothing can be computed in that process any more
     ├── WeightSyncError            weights that did not arrive as they were sent
     ├── CheckpointError            a checkpoint that is damaged, incomplete or of another run
     │   └── DiskNearlyFull         one that was not written for want of space; the run can go on
@@ -66,6 +68,19 @@ class WorkerError(DrumrollError):
 
 class WorkerLost(WorkerError):
     """A worker whose process or node is gone."""
+
+
+class DeviceMemoryError(WorkerError):
+    """A device whose memory was not enough. The worker lives on, without what it was computing."""
+
+    role: str = ""
+    rank: int = -1
+    stage: str = ""
+    """`start`, `rollout`, `score`, `update`, `sync`, or the name of the call."""
+
+
+class DeviceLost(WorkerLost):
+    """A device that fell off, or failed in a way that leaves its process unable to compute."""
 
 
 class WeightSyncError(DrumrollError):

@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drumroll.cluster.host import Host, HostInfo, Slot, seat
 from drumroll.cluster.session import Session
-from drumroll.errors import DrumrollError, UserError, WorkerError, WorkerLost
+from drumroll.errors import DeviceMemoryError, DrumrollError, UserError, WorkerError, WorkerLost
 from drumroll.luggage import Luggage
 from drumroll.plan import Placement
 from drumroll.types import RankInfo
@@ -289,7 +289,7 @@ def collect(futures: Sequence[Future[Any]], names: Sequence[str], method: str, d
         done, pending = concurrent.futures.wait(futures, timeout=FAILURE_GRACE_S)
     errors = [error for future in futures if future.done() and (error := future.exception())]
     if errors:
-        raise min(errors, key=lambda error: (not isinstance(error, WorkerLost), not isinstance(error, UserError)))
+        raise min(errors, key=lambda error: [not isinstance(error, kind) for kind in (DeviceMemoryError, WorkerLost, UserError)])
     if pending:
         silent = [name for name, future in zip(names, futures, strict=True) if future in pending]
         raise _overdue(silent, method, deadline_s, hint)

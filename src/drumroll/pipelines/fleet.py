@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drumroll.cluster.cluster import DEADLINE_S, Cluster, Ref
+from drumroll.cluster.peaks import Peaks
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
 from drumroll.cluster.weights import SyncReport, WeightSync
@@ -97,6 +98,7 @@ class Fleet:
         self._folder = folder
         self._model_folder = model_folder
         self._arbiter = Arbiter(plan)
+        self._peaks = Peaks(plan)
         self._unwritten: deque[Ref] = deque()
         """Calls of the recorder, each of which waits for the one before."""
         self.trainers: Cluster
@@ -222,7 +224,9 @@ class Fleet:
         """The groups of the next step, for a learner at `version`."""
         assert self._training is not None, "open_training comes first"
         with self._arbiter.grant("actor_infer"):
-            return self._rollouts.take(self._training, cfg.rollout.groups_per_step, version.step)
+            rollout = self._rollouts.take(self._training, cfg.rollout.groups_per_step, version.step)
+            self._peaks.note(self.engines, "rollout")
+            return rollout
 
     def close_training(self, step: int) -> None:
         """Draw no more; what is under way is aborted."""
@@ -266,6 +270,7 @@ class Fleet:
                 return []
             with self._arbiter.grant(role):
                 metrics: list[Metrics] = cluster.shards("train", shards)[0]
+                self._peaks.note(cluster, "update")
                 return metrics
 
         with ThreadPoolExecutor(1) as aside:
@@ -277,7 +282,15 @@ class Fleet:
         with self._arbiter.grant("actor_train"):
             if self._engines_offload:
                 self.engines.all("wake")
-            return self._sync.push(version, cache=self._cfg.rollout.cache_on_update if isinstance(self._cfg, RlConfig) else "recompute")
+            cache = self._cfg.rollout.cache_on_update if isinstance(self._cfg, RlConfig) else "recompute"
+            report = self._sync.push(version, cache=cache)
+            for cluster in (self.trainers, self.engines):
+                self._peaks.note(cluster, "sync")
+            return report
+
+    def take_peaks(self) -> Metrics:
+        """The most GPU memory that each role had in use at each stage since the last time; nothing without GPUs."""
+        return self._peaks.take()
 
     def digest(self) -> str:
         """Of the trainers' weights; equal to that of a push of the same weights."""
@@ -557,6 +570,7 @@ class Fleet:
             parts = [cluster.ref(rank, method, shard, *args) for rank, shard in enumerate(shards)]
             for part in parts:
                 part.wait()
+            self._peaks.note(cluster, "score")
             return parts
 
     def _schedule(self, phase: Phase, planned: int) -> Schedule:
