@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 LARGER = {"hidden_size": 128, "initializer_range": 0.2}
-"""vLLM's kernels want heads of 32 at least."""
+"""Other packages' kernels want heads of 32 at least."""
 
 
 def make_model(folder: Path, architecture: str = "llama", seed: int = 0, kind: str = "native", **changes: Any) -> Path:

@@ -36,6 +36,11 @@ class Checklist:
         self._taken[id(target)] = name
         return target
 
+    @property
+    def arrived(self) -> list[str]:
+        """Names of what has arrived, in that order."""
+        return list(self._taken.values())
+
     def complete(self) -> None:
         """Raise unless everything has arrived."""
         missing = [name for name, target in self.targets.items() if id(target) not in self._taken and name not in self.optional]

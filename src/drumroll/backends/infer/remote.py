@@ -19,7 +19,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+EXPERTS = frozenset({"qwen2_moe", "qwen3_moe", "olmoe"})
+"""Families whose experts are joined in transformers, and apart on disk, as packages expect them: `experts.<number>.<part>`."""
 
 BUCKET_BYTES = 256 * 2**20
 DEADLINE_S = 600.0
@@ -89,6 +92,16 @@ class RemoteEngine(InferBackend):
         self._num_tokens = 0
         self._busy_s = 0.0
         self._busy_since: float | None = None
+
+    @classmethod
+    def refusal(cls, config: EngineConfig, facts: Mapping[str, Any]) -> str:
+        family = str(facts.get("model_type"))
+        if any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")) and family not in EXPERTS:
+            return (
+                f"its experts' weights have other names in {cls.package} than in transformers, and those of '{family}' are not known here. "
+                f"With experts it serves {', '.join(sorted(EXPERTS))}"
+            )
+        return ""
 
     # -- The contract, called from any thread
 
@@ -292,18 +305,24 @@ class RemoteEngine(InferBackend):
     async def _relay(self, buckets: Iterator[Bucket]) -> Checksums:
         """Hand buckets on to the package's processes, through memory that they share with this one."""
         from drumroll.backends.buckets import Outbox
+        from drumroll.backends.checksum import checksum
         from drumroll.backends.infer.checklist import Checklist
 
         on_gpu = self._device.startswith("cuda")
         outbox = Outbox(self._num_devices, None, BUCKET_BYTES if on_gpu else BUCKET_BYTES // 4, DEADLINE_S, self._device if on_gpu else "")
         checklist = Checklist(self._targets)
+        sums = Checksums()
 
         def feed() -> None:
             try:
                 for bucket in buckets:
                     for name, tensor in bucket:
                         checklist.tick(name, tensor)
-                        outbox.add(name, tensor)
+                        parts = on_disk(name, tensor)
+                        for part, values in parts:
+                            outbox.add(part, values)
+                        if len(parts) > 1:
+                            sums[name] = checksum(tensor)
                 checklist.complete()
                 outbox.finish()
             except BaseException:
@@ -324,7 +343,7 @@ class RemoteEngine(InferBackend):
         finally:
             outbox.close()
         self._peak_bytes = max(self._peak_bytes, peak)
-        return outbox.sums
+        return {name: sums[name] if name in sums else outbox.sums[name] for name in checklist.arrived}
 
     async def _pause(self) -> None:
         async with self._one_at_a_time:
@@ -416,6 +435,25 @@ class RemoteEngine(InferBackend):
     @abstractmethod
     async def _take_back(self, part: Literal["weights", "cache"]) -> None:
         """Have memory of the GPU again."""
+
+
+def on_disk(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A tensor under the name that it has in a model's files, or those of the experts whose weights it holds:
+
+    `experts.gate_up_proj` [experts, 2 × width, hidden] → `experts.0.gate_proj.weight` [width, hidden], `experts.0.up_proj.weight`, ...
+    `experts.down_proj` [experts, hidden, width] → `experts.0.down_proj.weight`, ..."""
+    layer, _, part = name.rpartition(".experts.")
+    if not layer or part not in ("gate_up_proj", "down_proj"):
+        return [(name, tensor)]
+    found: list[tuple[str, Tensor]] = []
+    for number, expert in enumerate(tensor):
+        own = f"{layer}.experts.{number}"
+        if part == "down_proj":
+            found.append((f"{own}.down_proj.weight", expert))
+        else:
+            gate, up = expert.chunk(2)
+            found += [(f"{own}.gate_proj.weight", gate), (f"{own}.up_proj.weight", up)]
+    return found
 
 
 def check_version(kind: str, distributions: Sequence[str], supported: tuple[tuple[int, ...], tuple[int, ...]], hint: str = "") -> None:

@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -79,6 +79,16 @@ class Sglang(RemoteEngine):
         self._engine: Any = None
         self._names = itertools.count()
         self._watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    def refusal(cls, config: EngineConfig, facts: Mapping[str, Any]) -> str:
+        window, context = facts.get("sliding_window"), config.context_tokens or facts.get("max_position_embeddings") or 0
+        if facts.get("model_type") == "mistral" and window and window < context:
+            return (
+                f"SGLang attends to all tokens of a Mistral model, and this one was made to see {window} of them. Set "
+                f"`engine.context_tokens` to {window} at most"
+            )
+        return super().refusal(config, facts)
 
     async def _open(self) -> None:
         os.environ[SAMPLES_HERE] = "1"
