@@ -25,6 +25,7 @@ def test_trainer_and_engine_agree_on_log_probabilities(tmp_path: Path) -> None:
         engine={"kind": "sglang", "num_slots": 16},
         warmup={"compare": False},
         record={"tensorboard": False},
+        ray={"start_timeout_s": 600},
     )
     steps = [line for line in read_lines(folder.metrics_file) if "weights" in line]
     assert len(steps) == 3

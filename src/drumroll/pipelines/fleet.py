@@ -170,7 +170,6 @@ class Fleet:
         if self.rewards is not None:
             self.rewards.all("open")
         self.environments.all("connect", self.engines.handles, self.rewards.handles if self.rewards is not None else ())
-        self._register_engines(background=False)
         rollout = cfg.rollout
         limits = Limits(rollout.deadline_s, rollout.stall_s, rollout.max_attempts)
         transport = RayTransport(self.environments, [cfg.engine.num_slots] * self.engines.world)
@@ -217,7 +216,7 @@ class Fleet:
     def open_training(self, cfg: RlConfig, source: Source) -> None:
         """Begin to draw training tasks. With a staleness above 0 the engines work from now on whenever their devices are free."""
         if cfg.rollout.max_staleness:
-            self._register_engines(background=True)
+            self._register_engines(self.engines, background=True)
         self._training = self._rollouts.open(source, _training_policy(cfg))
 
     def take_groups(self, cfg: RlConfig, version: Version) -> Rollout:
@@ -466,19 +465,36 @@ class Fleet:
             "seed": self._cfg.seed,
             **kwargs,
         }
-        cluster = Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs)
-        if self._cfg.trainer.offload:
-            cluster.all("to", "host")
-            self._arbiter.register(
-                role,
-                give_up=lambda ranks: _tell(cluster, ranks, "to", "host"),
-                take=lambda ranks: _tell(cluster, ranks, "to", "device"),
-            )
+        with self._in_turn(role) as has_devices:
+            cluster = Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs)
+            if self._cfg.trainer.offload:
+                if not has_devices:
+                    cluster.all("to", "host")
+                self._arbiter.register(
+                    role,
+                    give_up=lambda ranks: _tell(cluster, ranks, "to", "host"),
+                    take=lambda ranks: _tell(cluster, ranks, "to", "device"),
+                )
         return cluster
 
     def _engines(self, cfg: RlConfig) -> Cluster:
         kwargs = {**self._model("actor_infer", self._model_folder), "engine": cfg.engine.model_dump(mode="json")}
-        return Cluster.launch(self._session, self._plan.workers("actor_infer"), "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
+        with self._in_turn("actor_infer"):
+            placements = self._plan.workers("actor_infer")
+            cluster = Cluster.launch(self._session, placements, "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
+            self._register_engines(cluster, background=False)
+        return cluster
+
+    @contextmanager
+    def _in_turn(self, role: Role) -> Iterator[bool]:
+        """Where a role leaves a GPU to others, those that share it start one after the other, each with the memory that the ones before it
+        have left. Says whether the role has been given its devices, and is on them when it has started."""
+        leaves = self._cfg.trainer.offload or self._engines_offload
+        if not (leaves and self._plan.workers(role)[0].kind == "gpu" and self._plan.conflicts(role)):
+            yield False
+            return
+        with self._arbiter.grant(role):
+            yield True
 
     def _environments(self, cfg: RlConfig) -> Cluster:
         kwargs = {
@@ -592,19 +608,15 @@ class Fleet:
         assert cfg.critic is not None
         return cfg.critic.resolve_schedule(cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
 
-    def _register_engines(self, *, background: bool) -> None:
+    def _register_engines(self, engines: Cluster, *, background: bool) -> None:
         leave = "sleep" if self._engines_offload else "pause"
-        self._arbiter.register(
-            "actor_infer",
-            give_up=lambda ranks: _tell(self.engines, ranks, leave),
-            take=self._resume_engines,
-            background=background,
-        )
 
-    def _resume_engines(self, ranks: Sequence[int]) -> None:
-        if self._engines_offload:
-            _tell(self.engines, ranks, "wake")
-        _tell(self.engines, ranks, "resume")
+        def take(ranks: Sequence[int]) -> None:
+            if self._engines_offload:
+                _tell(engines, ranks, "wake")
+            _tell(engines, ranks, "resume")
+
+        self._arbiter.register("actor_infer", give_up=lambda ranks: _tell(engines, ranks, leave), take=take, background=background)
 
     @property
     def _engines_offload(self) -> bool:
