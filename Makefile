@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-vllm chaos simulate lint types unit docs clean
+.PHONY: help install demo test test-kernels test-vllm test-sglang chaos simulate lint types unit docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,20 @@ $(VLLM)/.installed: requirements-vllm.lock pyproject.toml
 test-vllm: $(VLLM)/.installed  ## The vLLM engine on the CPU, in an environment of its own (.venv-vllm; about 8 minutes after installing)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/contract/test_infer_backends.py tests/contract/test_infer_vllm.py tests/e2e/test_vllm_runs.py -k vllm
 
+SGLANG := .venv-sglang
+
+# torchvision registers operators of its CUDA library, which there is none of here; SGLang only wants to import it.
+$(SGLANG)/.installed: requirements.lock requirements-sglang.lock pyproject.toml
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet -r requirements.lock
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r requirements-sglang.lock
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --editable .
+	for file in $(SGLANG)/lib/python3*/site-packages/torchvision/_meta_registrations.py; do : > $$file; done
+	@touch $(SGLANG)/.installed
+
+test-sglang: $(SGLANG)/.installed  ## The SGLang engine on the CPU, in an environment of its own (.venv-sglang; about 15 minutes after installing)
+	PYTHONPATH=$(CURDIR)/tests/sglang_cpu OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract/test_infer_backends.py tests/contract/test_infer_sglang.py tests/e2e/test_sglang_runs.py -k sglang
+
 chaos: install  ## Workers and controllers that are killed, frozen, cut off and poisoned, for about an hour
 	$(BIN)/python tests/faults/chaos.py $$(mktemp -d)
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
@@ -64,4 +78,4 @@ unit: install  ## The test suite
 	$(BIN)/python -m pytest
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) $(KERNELS) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(KERNELS) $(VLLM) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -10,7 +10,9 @@
     │   └── RunFolderError         a run folder that already holds a run, or does not
     ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
     │   ├── WorkerOverdue          no answer in time, from workers that are alive
+    │   ├── DeviceMemoryError      a device's memory was not enough: who, at which stage, for what, and the setting to change
     │   └── WorkerLost             the worker's process or node is gone
+    │       ├── DeviceLost         its device is: nothing can be computed in that process any more
     │       ├── NodeLost           its node is gone, with the devices that it had there
     │       └── RoleLost           nobody is left to do a role's work, and nobody is started any more
     ├── WeightSyncError            weights that did not arrive as they were sent
@@ -81,6 +83,19 @@ class NodeLost(WorkerLost):
 
 class RoleLost(WorkerLost):
     """A role that nobody is left for, or not enough, and whose restarts are used up."""
+
+
+class DeviceMemoryError(WorkerError):
+    """A device whose memory was not enough. The worker lives on, without what it was computing."""
+
+    role: str = ""
+    rank: int = -1
+    stage: str = ""
+    """`start`, `rollout`, `score`, `update`, `sync`, or the name of the call."""
+
+
+class DeviceLost(WorkerLost):
+    """A device that fell off, or failed in a way that leaves its process unable to compute."""
 
 
 class WeightSyncError(DrumrollError):

@@ -148,7 +148,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "correction": dict.fromkeys(("none", "decoupled", "truncated_is", "masked_is"), "drumroll.algo.correction"),
     "preference_loss": dict.fromkeys(("dpo", "ipo", "kto", "simpo", "reward_model"), "drumroll.algo.preference"),
     "group_filter": dict.fromkeys(("all_right", "all_wrong", "all_equal", "reward_variance"), "drumroll.rollout.filters"),
-    "infer_backend": {"native": "drumroll.backends.infer.native", "vllm": "drumroll.backends.infer.vllm"},
+    "infer_backend": {
+        "native": "drumroll.backends.infer.native",
+        "vllm": "drumroll.backends.infer.vllm",
+        "sglang": "drumroll.backends.infer.sglang",
+    },
     "train_backend": {"fsdp2": "drumroll.backends.train.fsdp2"},
 }
 

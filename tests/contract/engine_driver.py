@@ -31,11 +31,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {**SMALL},
     "gpt_neox": {**SMALL, "intermediate_size": 64},
     "mistral": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 12},
+    "qwen3_moe": {
+        **SMALL,
+        "intermediate_size": 48,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
 }
 
 
 LARGER = {"hidden_size": 128, "initializer_range": 0.2}
-"""vLLM's kernels want heads of 32 at least."""
+"""Other packages' kernels want heads of 32 at least."""
 
 
 def make_model(folder: Path, architecture: str = "llama", seed: int = 0, kind: str = "native", **changes: Any) -> Path:

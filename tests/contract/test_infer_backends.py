@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,22 +14,24 @@ import torch
 from engine_driver import ARCHITECTURES, EOS, Driver, ask, bucketed, engine, make_model, prompt_of, reference, tensors
 
 from drumroll.backends.checksum import checksum
-from drumroll.backends.infer.vllm import check_installed
+from drumroll.backends.infer import sglang, vllm
 from drumroll.backends.sampling import processed_logp
+from drumroll.config.models import EngineConfig
 from drumroll.errors import DrumrollError, PluginError, WeightSyncError
 from drumroll.registry import REGISTRY
 from drumroll.types import Version
 
 BACKENDS = REGISTRY.names("infer_backend")
+INSTALLED = {"vllm": vllm.check_installed, "sglang": sglang.check_installed}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "vllm":
+    if request.param in INSTALLED:
         try:
-            check_installed()
+            INSTALLED[request.param]()
         except PluginError as error:
-            pytest.skip(f"{error} `make test-vllm` does both.")
+            pytest.skip(f"{error} `make test-{request.param}` does both.")
     return str(request.param)
 
 
@@ -68,9 +71,19 @@ def own_logp(
     return logp.gather(-1, torch.tensor(reply)[:, None])[:, 0].tolist()
 
 
+def refuse_what_it_refuses(kind: str, folder: Path) -> None:
+    entry = REGISTRY.lookup("infer_backend", kind)
+    refusal = entry.target.refusal(
+        entry.schema(EngineConfig).model_validate({"kind": kind}), json.loads((folder / "config.json").read_text())
+    )
+    if refusal:
+        pytest.skip(refusal)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_is_what_transformers_generates(kind: str, architecture: str, tmp_path: Path) -> None:
     model_folder = make_model(tmp_path, architecture, kind=kind)
+    refuse_what_it_refuses(kind, model_folder)
     prompts = [prompt_of(length) for length in (1, 2, 15, 16, 17, 40, 65, 100)]
     with engine(model_folder, kind) as driver:
         replies = driver.generate(*(ask(str(i), prompt, temperature=0.0, max_new_tokens=30) for i, prompt in enumerate(prompts)))

@@ -5,7 +5,7 @@ long tail. The first step warms everything up and does not count.
 
 What is reported. *Generation* is new tokens over the time of rollouts. *MFU* is what training would take at the device's peak rate over
 what it took: 6 × parameters for every token, plus 6 × layers × query width × length for causal attention; nothing that is computed a
-second time counts. Memory is the peak of each role's process on its device.
+second time counts. Memory is the peak of each role's process on its device, by stage, beside what the plan said.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from drumroll.config.load import apply_override, check_config
+from drumroll.config.models import RunConfig
 from drumroll.envs.base import Step
 from drumroll.envs.single_turn import SingleTurn
 from drumroll.errors import ConfigError
+from drumroll.pipelines.job import plan_for
 from drumroll.pipelines.start import start
+from drumroll.plan.cost import GIB
 from drumroll.record.files import read_lines
 from drumroll.registry import nearest
 from drumroll.types import Task, Trajectory
@@ -93,7 +96,9 @@ def bench(shape: str, workload: Workload, num_steps: int, overrides: Sequence[st
         tree = config_of(folder, workload, num_steps + 1)
         for override in overrides:
             apply_override(tree, override)
-        run = start(check_config(tree))
+        cfg = check_config(tree)
+        planned = planned_memory(cfg)
+        run = start(cfg)
         lines = [line for line in read_lines(run.metrics_file) if "weights" in line]
     figures = {
         "shape": shape,
@@ -101,6 +106,7 @@ def bench(shape: str, workload: Workload, num_steps: int, overrides: Sequence[st
         "num_parameters": num_parameters,
         "device": device_name(),
         **summarise(lines[1:], SHAPES[shape], num_parameters, workload),
+        **planned,
     }
     _show(figures)
     if out is not None:
@@ -208,6 +214,13 @@ def summarise(lines: Sequence[Mapping[str, Any]], shape: Mapping[str, Any], num_
     }
 
 
+def planned_memory(cfg: RunConfig) -> dict[str, float]:
+    """What `drumroll plan` says of GPUs, by the names that the measured peaks have; nothing without GPUs."""
+    plan, _ = plan_for(cfg)
+    on_gpu = [role for role in plan.stage_memory if any(device.kind == "gpu" for device in plan.devices(role))]
+    return {f"planned/{role}_{stage}_gib": use.total / GIB for role in on_gpu for stage, use in plan.stage_memory[role].items()}
+
+
 def device_name() -> str:
     import torch
 
@@ -231,4 +244,6 @@ def _show(figures: Mapping[str, Any]) -> None:
     )
     for name, value in figures.items():
         if name.startswith("memory/"):
-            console.print(f"{name.removeprefix('memory/')}: {value:,.1f} GiB at its peak")
+            own = name.removeprefix("memory/")
+            planned = f", {figures[f'planned/{own}']:,.1f} in the plan" if f"planned/{own}" in figures else ""
+            console.print(f"{own}: {value:,.1f} GiB at its peak{planned}")

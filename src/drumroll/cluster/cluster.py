@@ -39,7 +39,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drumroll.cluster.host import Host, HostInfo, Slot, Whereabouts, seat
 from drumroll.cluster.session import Session
-from drumroll.errors import DrumrollError, UserError, WorkerError, WorkerLost, WorkerOverdue
+from drumroll.errors import DeviceMemoryError, DrumrollError, UserError, WorkerError, WorkerLost, WorkerOverdue
 from drumroll.luggage import Luggage
 from drumroll.plan import Placement
 from drumroll.types import RankInfo
@@ -389,7 +389,7 @@ def collect(
         done, pending = concurrent.futures.wait(futures, timeout=FAILURE_GRACE_S)
     errors = [error for future in futures if future.done() and (error := future.exception())]
     if errors:
-        raise min(errors, key=lambda error: (not isinstance(error, WorkerLost), not isinstance(error, UserError)))
+        raise min(errors, key=lambda error: [not isinstance(error, kind) for kind in (DeviceMemoryError, WorkerLost, UserError)])
     if pending:
         silent = [number for number, future in enumerate(futures) if future in pending]
         raise _overdue([names[number] for number in silent], method, deadline_s, hint or (tell(silent) if tell else ""))

@@ -31,7 +31,8 @@ from typing import Any, NoReturn
 
 import ray
 
-from drumroll.errors import DrumrollError, WorkerError
+from drumroll.backends.exhaustion import device_error
+from drumroll.errors import DeviceMemoryError, DrumrollError, WorkerError, WorkerLost
 from drumroll.luggage import Luggage
 from drumroll.types import RankInfo
 
@@ -77,8 +78,14 @@ def seat(role: str, rank: int, node: str) -> str:
     return f"{role} rank {rank} on node {node[:8]}"
 
 
-def wrap_error(error: Exception, where: str, method: str) -> DrumrollError:
-    """The error as the caller sees it: what the user can put right keeps its class, the rest becomes a `WorkerError`."""
+def wrap_error(error: Exception, where: str, method: str, role: str = "", rank: int = -1) -> DrumrollError:
+    """The error as the caller sees it: what the user can put right keeps its class, the rest becomes a `WorkerError`, and where a device's
+    memory or the device itself is the reason, one that says so."""
+    if isinstance(error, DeviceMemoryError | WorkerLost):
+        return error
+    found = device_error(error, role, rank, where, method)
+    if found is not None:
+        return found
     if isinstance(error, WorkerError):
         return error
     if isinstance(error, DrumrollError):
@@ -141,6 +148,7 @@ class Host:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._worker: Any = None
         self._where = "a worker that has not started"
+        self._role, self._rank = "", -1
         context = ray.get_runtime_context()
         self._info = HostInfo(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
 
@@ -176,6 +184,7 @@ class Host:
     async def prepare(self, luggage: Luggage, role: str, rank: int) -> None:
         """Install the user's plugins. Before `start`, because arguments may be made of them."""
         self._where = seat(role, rank, self._info.node)
+        self._role, self._rank = role, rank
         interface = interface_of(self._info.address)
         if interface is not None:  # collectives use the network that Ray uses, and so the loopback in a private session
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -228,4 +237,4 @@ class Host:
 
     def _raise(self, error: Exception, method: str) -> NoReturn:
         # The cause stays behind: its text is in the message, and it need not survive pickling.
-        raise wrap_error(error, self._where, method) from None
+        raise wrap_error(error, self._where, method, self._role, self._rank) from None

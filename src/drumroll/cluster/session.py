@@ -200,6 +200,7 @@ class Session:
             memory_gib=found.memory_gib if found else None,
             labels={**own, **({"gpu": kind_label} if kind_label else {}), **(found.labels if found else {})},
             device_ids=found.device_ids[:num_gpus] if found else (),
+            free_gib=found.free_gib[:num_gpus] if found else (),
             **common,
         )
 

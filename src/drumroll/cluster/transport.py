@@ -84,8 +84,7 @@ class SendsWeights:
             for name, tensor in self.backend.weights():
                 outbox.add(name, tensor)
             outbox.finish()
-            peak_bytes = take_peak_bytes(self.rank.device)
-            sent = Sent(len(outbox.sums), outbox.num_bytes, digest(outbox.sums), outbox.broadcast_error, peak_bytes)
+            sent = Sent(len(outbox.sums), outbox.num_bytes, digest(outbox.sums), outbox.broadcast_error)
         except BaseException:
             outbox.fail()
             raise
@@ -98,6 +97,10 @@ class SendsWeights:
     def digest(self) -> str:
         """Every rank: what `Sent.digest` would be, without sending anything."""
         return digest({name: checksum(tensor) for name, tensor in self.backend.weights()})
+
+    def take_peak_bytes(self) -> int:
+        """Every rank: the most GPU memory that it had in use since the last time."""
+        return take_peak_bytes(self.rank.device)
 
     async def release_weights(self, index: int) -> None:
         """Wait no longer for an engine that reads shared memory. On the event loop: the compute thread is sending."""
@@ -166,7 +169,11 @@ class ReceivesWeights:
             with suppress(Exception):
                 await self.backend.pause()
             raise
-        return Receipt(offer.version, digest(received), self.backend.take_peak_bytes())
+        return Receipt(offer.version, digest(received))
+
+    async def take_peak_bytes(self) -> int:
+        """The most GPU memory that this engine had in use since the last time."""
+        return self.backend.take_peak_bytes()
 
     def _leave_group(self) -> None:
         if self._group is not None:

@@ -71,8 +71,6 @@ class Sent:
     digest: str
     """Of all names and checksums."""
     broadcast_error: str = ""
-    peak_bytes: int = 0
-    """The most GPU memory that rank 0 had in use since the version before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,6 @@ class Receipt:
 
     version: Version
     digest: str
-    peak_bytes: int = 0
-    """The most GPU memory that it had in use since the version before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +93,12 @@ class SyncReport:
     """Of all names and checksums: two versions with the same digest have the same weights."""
     transports: dict[int, Transport] = field(default_factory=dict)
     """By engine rank."""
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Role → the most GPU memory that trainer rank 0, or any engine, had in use since the version before; empty without GPUs."""
     failed: dict[int, str] = field(default_factory=dict)
     """Engine rank → why it lacks the version. It must serve no traffic."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        memory = {f"memory/{role}_gib": value / 2**30 for role, value in self.peak_bytes.items()}
-        return {"sync/seconds": self.seconds, "sync/bytes": float(self.num_bytes), **memory}
+        return {"sync/seconds": self.seconds, "sync/bytes": float(self.num_bytes)}
 
 
 class WeightSync:
@@ -175,10 +168,6 @@ class WeightSync:
         if sent.broadcast_error or any(rank in self.failed for rank in remote):
             self._group = ""  # broken collectives are never used again
         failed = {rank: self.failed[rank] for rank in targets if rank in self.failed}
-        peaks = {
-            self.trainers.role: sent.peak_bytes,
-            self.engines.role: max((future.result().peak_bytes for future, rank in receipts.items() if rank not in failed), default=0),
-        }
         return SyncReport(
             version,
             time.monotonic() - started,
@@ -186,7 +175,6 @@ class WeightSync:
             sent.num_tensors,
             sent.digest,
             transports,
-            {role: peak for role, peak in peaks.items() if peak},
             failed,
         )
 

@@ -27,6 +27,9 @@ WITH_CP = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_neox"
 WITH_EP = ("qwen3_moe",)
 """Types of models whose experts are one module with `gate_up_proj` and `down_proj`."""
 
+APART_IN_FILES = ("qwen2_moe", "qwen3_moe", "olmoe")
+"""Types of models whose experts are one tensor in memory and a matrix each in files, which is how engines of other packages want them."""
+
 _GATE_UP = "experts.gate_up_proj"
 _DOWN = "experts.down_proj"
 
@@ -72,11 +75,11 @@ def in_files(model_type: str, name: str, shape: Sequence[int]) -> list[tuple[str
 
     Example: the first expert's gate is `("model.layers.0.mlp.experts.0.gate_proj.weight", (0, slice(0, 768)))` of
     `model.layers.0.mlp.experts.gate_up_proj`; any other tensor is itself, `(name, ())`."""
-    if model_type in WITH_EP and name.endswith(_GATE_UP):
+    if model_type in APART_IN_FILES and name.endswith(_GATE_UP):
         stem, inner = name.removesuffix("gate_up_proj"), shape[1] // 2
         halves = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
         return [(f"{stem}{number}.{half}.weight", (number, rows)) for number in range(shape[0]) for half, rows in halves.items()]
-    if model_type in WITH_EP and name.endswith(_DOWN):
+    if model_type in APART_IN_FILES and name.endswith(_DOWN):
         stem = name.removesuffix("down_proj")
         return [(f"{stem}{number}.down_proj.weight", (number,)) for number in range(shape[0])]
     return [(name, ())]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drumroll.cluster.cluster import DEADLINE_S, Cluster, Handle, Ref
+from drumroll.cluster.peaks import Peaks
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
 from drumroll.cluster.supervision import Supervisor
@@ -31,8 +32,8 @@ from drumroll.life import Departure, Span
 from drumroll.models.prepare import prepare_model, resolve_dtype, resolve_model
 from drumroll.pipelines.job import PreferenceJob, RlJob, SftJob
 from drumroll.pipelines.learners import Learners
-from drumroll.pipelines.servers import Servers, tell
-from drumroll.plan import Placement, Plan, make_plan
+from drumroll.pipelines.servers import Servers, leaving, tell
+from drumroll.plan import Placement, Plan, Stage, make_plan
 from drumroll.plan.placement import Helper
 from drumroll.record.folder import RunFolder
 from drumroll.record.recorder import Recorder
@@ -113,6 +114,7 @@ class Fleet:
         self._folder = folder
         self._model_folder = model_folder
         self._arbiter = Arbiter(plan)
+        self._peaks = Peaks(plan)
         self._unwritten: deque[_Writing] = deque()
         """Calls of the recorder, each of which waits for the one before."""
         self._learners = Learners(cfg, session, supervisor, plan, self._arbiter)
@@ -196,6 +198,7 @@ class Fleet:
             WeightSync(self.trainers, self.engines),
             self.environments,
             self.rewards,
+            self._peaks,
             cache=rollout.cache_on_update,
             offload=cfg.engine.offload,
             stall_s=rollout.stall_s,
@@ -255,7 +258,9 @@ class Fleet:
         """The groups of the next step, for a learner at `version`."""
         assert self._training is not None, "open_training comes first"
         with self._arbiter.grant("actor_infer"):
-            return self._rollouts.take(self._training, cfg.rollout.groups_per_step, version.step)
+            rollout = self._rollouts.take(self._training, cfg.rollout.groups_per_step, version.step)
+            self._peaks.note(self.engines, "rollout")
+            return rollout
 
     def close_training(self, step: int) -> None:
         """Draw no more; what is under way is aborted."""
@@ -303,7 +308,7 @@ class Fleet:
         def learn(role: Role, cluster: Cluster | None, shards: Sequence[Ref]) -> list[Metrics]:
             if cluster is None or not shards:
                 return []
-            metrics: list[Metrics] = self._on_shards(role, cluster, "train", shards)[0]
+            metrics: list[Metrics] = self._on_shards(role, cluster, "train", shards, stage="update")[0]
             return metrics
 
         with ThreadPoolExecutor(1) as aside:
@@ -313,6 +318,10 @@ class Fleet:
     def push(self, version: Version) -> SyncReport:
         """Hand the trainers' weights over to every engine that is there, checked and acknowledged."""
         return self._servers.push(version)
+
+    def take_peaks(self) -> Metrics:
+        """The most GPU memory that each role had in use at each stage since the last time; nothing without GPUs."""
+        return self._peaks.take()
 
     def digest(self) -> str:
         """Of the trainers' weights; equal to that of a push of the same weights."""
@@ -543,19 +552,37 @@ class Fleet:
             **kwargs,
         }
         deadline_s = self._cfg.supervision.call_s
-        cluster = Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs, deadline_s=deadline_s)
-        if self._cfg.trainer.offload:
-            cluster.all("to", "host")
-            self._arbiter.register(
-                role,
-                give_up=lambda ranks: tell(cluster, ranks, "to", "host"),
-                take=lambda ranks: tell(cluster, ranks, "to", "device"),
-            )
+        with self._in_turn(role) as has_devices:
+            cluster = Cluster.launch(self._session, self._plan.workers(role), target, kwargs=kwargs, deadline_s=deadline_s)
+            if self._cfg.trainer.offload:
+                if not has_devices:
+                    cluster.all("to", "host")
+                self._arbiter.register(
+                    role,
+                    give_up=lambda ranks: tell(cluster, ranks, "to", "host"),
+                    take=lambda ranks: tell(cluster, ranks, "to", "device"),
+                )
         return cluster
 
     def _engines(self, cfg: RlConfig) -> Cluster:
         kwargs = {**self._model("actor_infer", self._model_folder), "engine": cfg.engine.model_dump(mode="json")}
-        return Cluster.launch(self._session, self._plan.workers("actor_infer"), "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
+        with self._in_turn("actor_infer"):
+            placements = self._plan.workers("actor_infer")
+            cluster = Cluster.launch(self._session, placements, "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
+            leave = leaving(cfg.engine.offload)
+            self._arbiter.register("actor_infer", give_up=lambda ranks: tell(cluster, ranks, leave))
+        return cluster
+
+    @contextmanager
+    def _in_turn(self, role: Role) -> Iterator[bool]:
+        """Where a role leaves a GPU to others, those that share it start one after the other, each with the memory that the ones before it
+        have left. Says whether the role has been given its devices, and is on them when it has started."""
+        leaves = self._cfg.trainer.offload or self._engines_offload
+        if not (leaves and self._plan.workers(role)[0].kind == "gpu" and self._plan.conflicts(role)):
+            yield False
+            return
+        with self._arbiter.grant(role):
+            yield True
 
     def _environments(self, cfg: RlConfig) -> Cluster:
         kwargs = {
@@ -650,13 +677,18 @@ class Fleet:
             parts = [cluster.ref(rank, method, shards[rank // each], *args) for rank in range(cluster.world)]
             for part in parts:
                 part.wait()
+            self._peaks.note(cluster, "score")
             return parts[::each]
 
-    def _on_shards(self, role: Role, cluster: Cluster, method: str, shards: Sequence[Ref]) -> list[Any]:
-        """What the ranks of a role return for each shard. Ranks that share the work on one all get it, and return the same."""
+    def _on_shards(self, role: Role, cluster: Cluster, method: str, shards: Sequence[Ref], stage: Stage | None = None) -> list[Any]:
+        """What the ranks of a role return for each shard. Ranks that share the work on one all get it, and return the same. What memory it
+        took is noted for a `stage` of RL."""
         each = self._plan.layout(role).devices_per_shard
         with self._arbiter.grant(role):
-            return cluster.shards(method, [shard for shard in shards for _ in range(each)])[::each]
+            answers = cluster.shards(method, [shard for shard in shards for _ in range(each)])[::each]
+            if stage is not None:
+                self._peaks.note(cluster, stage)
+            return answers
 
     def _schedule(self, phase: Phase, planned: int) -> Schedule:
         cfg = self._cfg
@@ -676,6 +708,10 @@ class Fleet:
         assert isinstance(cfg, RlConfig)
         assert cfg.critic is not None
         return cfg.critic.resolve_schedule(cfg.max_steps * cfg.algo.updates_per_step * cfg.algo.epochs_per_step)
+
+    @property
+    def _engines_offload(self) -> bool:
+        return isinstance(self._cfg, RlConfig) and self._cfg.engine.offload
 
     @property
     def _several_updates(self) -> bool:

@@ -104,6 +104,8 @@ def prepare(cfg: RunConfig) -> Job:
     check_sinks(cfg.record)
     check_model(cfg.model)
     _check_parallel(cfg)
+    if isinstance(cfg, RlConfig):
+        _check_engine(cfg)
     job: Job
     if isinstance(cfg, RlConfig):
         job = _prepare_rl(cfg)
@@ -175,11 +177,16 @@ def _check_engine_sizes(key: str, sizes: Mapping[str, int], cfg: RlConfig) -> No
             raise ConfigError(f"`{key}.{name}` is {size}, but engines span devices by `{key}.tp` alone. Leave it out.")
         backend = cast(type[InferBackend], REGISTRY.lookup("infer_backend", cfg.engine.kind).target)
         if not backend.spans_devices:
-            advice = "Set `engine.kind: vllm`, or leave it out."
+            advice = "Set `engine.kind` to vllm or sglang, or leave it out."
             raise ConfigError(f"`{key}.tp` is {size}, but the engine '{cfg.engine.kind}' computes on one device. {advice}")
-        num_heads = _model_facts(cfg.model).get("num_attention_heads")
+        facts = _text_facts(cfg.model)
+        num_heads, num_kv_heads = facts.get("num_attention_heads"), facts.get("num_key_value_heads")
         if num_heads is not None and num_heads % size:
             raise ConfigError(f"`{key}.tp` is {size}, which does not divide the model's {num_heads} attention heads. Choose a divisor.")
+        if num_kv_heads and num_kv_heads % size and size % num_kv_heads:  # devices may each hold a copy of one
+            raise ConfigError(
+                f"`{key}.tp` is {size}, which is neither a divisor nor a multiple of the model's {num_kv_heads} key-value heads."
+            )
 
 
 def _facts_of(role: Role, cfg: RunConfig) -> Mapping[str, Any]:
@@ -189,6 +196,24 @@ def _facts_of(role: Role, cfg: RunConfig) -> Mapping[str, Any]:
     if role == "critic" and isinstance(cfg, RlConfig) and cfg.critic is not None and cfg.critic.path is not None:
         return _facts(resolve_folder(cfg.critic.path, cfg.critic.revision, "model", ModelError))
     return _model_facts(cfg.model)
+
+
+def _check_engine(cfg: RlConfig) -> None:
+    """A model that the engine is known not to serve is refused."""
+    backend = cast(type[InferBackend], REGISTRY.lookup("infer_backend", cfg.engine.kind).target)
+    facts = _text_facts(cfg.model)
+    if cfg.model.scratch is not None:
+        facts = {**facts, "model_type": cfg.model.scratch.architecture}
+    refusal = backend.refusal(cfg.engine, facts)
+    if refusal:
+        raise ModelError(f"`engine.kind: {cfg.engine.kind}` cannot serve this model: {refusal}. `engine.kind: native` serves it.")
+
+
+def _text_facts(model: ModelConfig) -> Mapping[str, Any]:
+    """What a model's config says of its text part, which is all of it unless it has several modalities."""
+    facts = _model_facts(model)
+    text = facts.get("text_config")
+    return {**facts, **text} if isinstance(text, dict) else facts
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:

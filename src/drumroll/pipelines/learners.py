@@ -20,7 +20,7 @@ from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import Session
 from drumroll.cluster.supervision import Budget, Supervisor, Ward, role_lost
 from drumroll.config.models import RunConfig
-from drumroll.errors import RoleLost, WorkerError, WorkerOverdue
+from drumroll.errors import DeviceLost, DeviceMemoryError, RoleLost, WorkerError, WorkerOverdue
 from drumroll.plan import Plan
 
 Outcome = TypeVar("Outcome")
@@ -46,6 +46,8 @@ class Learners:
         """By role: what its ranks come back from, an object for each. Empty where none is kept."""
         self._remembers: bool | None = None
         """Whether copies are kept, once that is known."""
+        self._halved: set[str] = set()
+        """Roles whose memory was not enough, and whose micro-batches are half as large since."""
         self.started_anew: Callable[[str], None] = lambda role: None
         """Told of each role that was started anew."""
 
@@ -102,6 +104,8 @@ class Learners:
         on_devices = [planned for planned in self._plan.roles if planned == role]
         with self._arbiter.grant(on_devices[0]) if on_devices else nullcontext():
             cluster.relaunch()
+            if role in self._halved:
+                cluster.all("halve_micro_batches")
         self.add(cluster)
         self.started_anew(role)
 
@@ -112,11 +116,22 @@ class Learners:
         needed = sum(sum(cluster.all("state_bytes")) for cluster in self.learning.values())
         return 2 * needed <= MAX_MEMORY_SHARE * self._session.object_store_bytes()
 
+    def _make_room(self, error: DeviceMemoryError) -> None:
+        """A role that ran out of memory in its passes starts anew with half as large ones, once. Raises the error where that is no help."""
+        if error.role not in self._clusters or error.stage not in ("score", "update") or error.role in self._halved:
+            raise error
+        self._halved.add(error.role)
+        self._supervisor.say("micro-batches halved", f"{error}\n`trainer.micro_batch_tokens` counts half for {error.role} from now on.")
+
     def _loss_of(self, cluster: Cluster, error: WorkerError) -> WorkerError | None:
         """What a role has lost, if anything: a worker that is gone or silent, or one that has not answered a call in time."""
         found = cluster.lost(self._cfg.supervision.silence_s)
         if found:
             return next(iter(found.values()))
+        if isinstance(error, DeviceMemoryError) and error.role == cluster.role:
+            return error
+        if isinstance(error, DeviceLost) and str(error).startswith(f"{cluster.role} "):
+            return error
         return error if isinstance(error, WorkerOverdue) and any(cluster.outstanding) else None
 
     def _bring_back(self, error: WorkerError) -> None:
@@ -124,6 +139,8 @@ class Learners:
         no copy to go back to, or a role has been started too often."""
         if isinstance(error, RoleLost):
             raise error
+        if isinstance(error, DeviceMemoryError):
+            self._make_room(error)
         lost = {role: why for role, cluster in self._clusters.items() if (why := self._loss_of(cluster, error)) is not None}
         if not lost:
             raise error

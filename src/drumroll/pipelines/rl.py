@@ -123,5 +123,6 @@ def take_step(cfg: RlConfig, fleet: Fleet, rec: Recorder, keeper: Keeper) -> Non
         fleet.record("train", step, rollout)
         rec.note_quarantined(rollout.quarantined)
         fleet.record_spans(rec.take_spans(step))
-        rec.log_step(step, rollout.samples, {**rollout.report, **batch.report, **sync.metrics}, updates, sync.digest, critic=of_critic)
+        report = {**rollout.report, **batch.report, **sync.metrics, **fleet.take_peaks()}
+        rec.log_step(step, rollout.samples, report, updates, sync.digest, critic=of_critic)
         keeper.progress.step, keeper.progress.carried = step, carried_by(batch.report)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from drumroll.cluster.cluster import Cluster, Handle
+from drumroll.cluster.peaks import Peaks
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.supervision import Supervisor, Ward
 from drumroll.cluster.weights import Cache, SyncReport, WeightSync
@@ -39,6 +40,7 @@ class Servers:
         sync: WeightSync,
         environments: Cluster,
         rewards: Cluster | None,
+        peaks: Peaks,
         *,
         cache: Cache,
         offload: bool,
@@ -54,6 +56,7 @@ class Servers:
         self._engines = sync.engines
         self._environments = environments
         self._rewards = rewards
+        self._peaks = peaks
         self._cache = cache
         self._offload = offload
         self._version: Version | None = None
@@ -75,7 +78,7 @@ class Servers:
 
     def register(self, *, background: bool) -> None:
         """Say how engines leave and enter their devices; in the `background` they have them whenever nobody else is granted them."""
-        leave = "sleep" if self._offload else "pause"
+        leave = leaving(self._offload)
         self._arbiter.register(
             "actor_infer",
             give_up=lambda ranks: tell(self._engines, ranks, leave),
@@ -101,6 +104,9 @@ class Servers:
             except (WorkerError, WeightSyncError) as error:  # engines have given the version up; it may have been a hiccup
                 self._supervisor.say("sync failed", f"version {version} could not be sent, and is sent again: {error}")
                 report = self._sync.push(version, ranks=ranks, cache=self._cache)
+            self._peaks.note(self._sync.trainers, "sync")
+            with suppress(WorkerError):  # an engine that is lost
+                self._peaks.note(self._engines, "sync")
             for rank in ranks:
                 if rank in report.failed:
                     self._engine_failed(rank, report.failed[rank])
@@ -175,6 +181,11 @@ class Servers:
     def _announce(self, worker: Handle) -> None:
         """Tell every environment worker of one that was replaced. Those that are being replaced themselves will hear of it then."""
         tell(self._environments, range(self._environments.world), "take_up", worker)
+
+
+def leaving(offload: bool) -> str:
+    """What an engine does that has to leave its device."""
+    return "sleep" if offload else "pause"
 
 
 def tell(cluster: Cluster, ranks: Sequence[int], method: str, *args: Any) -> None:

@@ -5,9 +5,9 @@
 Imports neither torch nor ray: a plan for a cluster of thousands of GPUs can be made on a laptop.
 """
 
-from drumroll.plan.cost import Memory, parameter_count
+from drumroll.plan.cost import Memory, Stage, parameter_count
 from drumroll.plan.mapping import make_plan
-from drumroll.plan.placement import Placement, Plan, Stage
+from drumroll.plan.placement import Placement, Plan
 from drumroll.plan.pool import Device, Kind, Node, Pool, gpu_label, local_pool, parse_pool
 
 __all__ = [

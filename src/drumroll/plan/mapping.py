@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
+from typing import cast
 
 from drumroll.config.models import ModelConfig, ParallelConfig, RlConfig, Role, RunConfig, SftRunConfig
 from drumroll.errors import PlanError
-from drumroll.plan.cost import GIB, TRAINER_ROLES, Memory, compute_bytes, device_memory, devices_per_copy, known_parameters
-from drumroll.plan.placement import ROLES, Placement, Plan
+from drumroll.plan.cost import (
+    GIB,
+    TRAINER_ROLES,
+    Memory,
+    Serving,
+    Shape,
+    Stage,
+    Training,
+    cache_bytes,
+    compute_bytes,
+    device_memory,
+    devices_per_copy,
+    engine_memory,
+    known_shape,
+    trainer_memory,
+    waiting,
+)
+from drumroll.plan.placement import ROLES, STAGE_ROLES, Placement, Plan
 from drumroll.plan.pool import Device, Pool
 from drumroll.plan.request import Selection, hosts, select
 from drumroll.registry import nearest
@@ -20,6 +38,11 @@ libraries, and the small models that CPUs can train gain nothing from more of th
 
 HOST_ROLES: tuple[Role, ...] = ("environment", "reward")
 """Roles that run on host processors unless told otherwise, in as many workers as `rollout.num_env_workers` and `reward_workers` say."""
+
+CACHE_PAGE = 64
+"""Tokens in a page of the native engine's cache on a GPU."""
+NATIVE_SHARE = 0.85
+"""Of the memory beside the model, what its cache takes at most."""
 
 INSTANCE_ROLES: tuple[Role, ...] = ("actor_infer", "reward")
 """Roles whose instance is one worker with `tp` devices; in the others every device is a rank of its own."""
@@ -56,16 +79,22 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
     selections = {role: _selection(role, config, pool) for role in needed}
     placements = {role: _place(role, selections[role], parallel[role], config, pool) for role in needed}
 
-    size = num_parameters if num_parameters is not None else known_parameters(config.model)
+    shapes = {role: None if role in HOST_ROLES else _shape(role, config) for role in needed}
     memory: dict[Role, Memory] = {}
     for role in needed:
-        own = _teacher_parameters(config) if role == "teacher" else size
-        if role == "critic" and num_parameters is None:
-            own = _critic_parameters(config)
-        if own is not None and role not in HOST_ROLES:
-            memory[role] = _estimate(role, placements[role], parallel[role], own, config)
-            _check_memory(role, selections[role].devices, memory[role], parallel[role], own, pool)
-    return Plan(placements, parallel, memory, size)
+        shape = shapes[role]
+        size = shape.num_parameters if shape is not None else None
+        if num_parameters is not None and role != "teacher":
+            size = num_parameters
+        if size is not None and role not in HOST_ROLES:
+            memory[role] = _estimate(role, placements[role], parallel[role], size, config)
+            _check_memory(role, selections[role].devices, memory[role], parallel[role], size, pool)
+    own = known_shape(config.model)
+    known = {role: shape for role, shape in shapes.items() if shape is not None and num_parameters is None}
+    plan = Plan(placements, parallel, memory, num_parameters if own is None or num_parameters is not None else own.num_parameters)
+    plan = replace(plan, stage_memory=stage_memory(plan, known, config, pool))
+    _check_shared(plan, config, pool)
+    return plan
 
 
 def _layout(role: Role, config: RunConfig) -> ParallelConfig:
@@ -194,16 +223,15 @@ def _place(role: Role, selection: Selection, layout: ParallelConfig, config: Run
     return tuple(Placement(role, rank, own[0].node, own, own[0].kind) for rank, own in enumerate(workers))
 
 
-def _critic_parameters(config: RunConfig) -> int | None:
-    """The size of the critic, which may begin with another model than the policy."""
-    own = config.critic.path if isinstance(config, RlConfig) and config.critic is not None else None
-    return known_parameters(config.model if own is None else ModelConfig(path=own), has_scalar_head=True)
-
-
-def _teacher_parameters(config: RunConfig) -> int | None:
-    """The size of the teacher, which is a model of its own."""
-    teacher = config.teacher if isinstance(config, RlConfig | SftRunConfig) else None
-    return known_parameters(ModelConfig(path=teacher.path)) if teacher is not None else None
+def _shape(role: Role, config: RunConfig) -> Shape | None:
+    """The model of a role as far as it is known: a teacher is one of its own, and a critic may begin with another than the policy."""
+    if role == "teacher":
+        teacher = config.teacher if isinstance(config, RlConfig | SftRunConfig) else None
+        return known_shape(ModelConfig(path=teacher.path)) if teacher is not None else None
+    if role == "critic":
+        own = config.critic.path if isinstance(config, RlConfig) and config.critic is not None else None
+        return known_shape(config.model if own is None else ModelConfig(path=own), has_scalar_head=True)
+    return known_shape(config.model)
 
 
 def _estimate(role: Role, placements: Sequence[Placement], layout: ParallelConfig, num_parameters: int, config: RunConfig) -> Memory:
@@ -215,13 +243,22 @@ def _estimate(role: Role, placements: Sequence[Placement], layout: ParallelConfi
 
 
 def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, layout: ParallelConfig, num_parameters: int, pool: Pool) -> None:
-    """Refuse what cannot fit on a GPU. Roles that share one take turns, so each has to fit by itself."""
-    used = {device.node for device in devices}
-    for node in pool.nodes:
-        if node.id not in used or node.kind != "gpu" or node.memory_gib is None or memory.total <= node.memory_gib * GIB:
+    """Refuse what cannot fit on a GPU, by itself."""
+    for device in devices:
+        node = pool.by_id[device.node]
+        available = node.available_gib(device.local)
+        if node.kind != "gpu" or available is None or memory.total <= available * GIB:
             continue
         divided_by = devices_per_copy(role, len(devices), layout)
-        least = math.ceil(memory.total * divided_by / (node.memory_gib * GIB))
+        needs = (
+            f"{num_parameters / 1e9:.2f} billion parameters, divided by {divided_by}, need at least {memory.total / GIB:.1f} GiB of a GPU"
+        )
+        if node.memory_gib is not None and memory.total <= node.memory_gib * GIB:
+            raise PlanError(
+                f"`devices.{role}`: {needs} of a GPU ({memory}), and GPU {device.local} of {node.title} has {available:.1f} GiB free "
+                f"of its {node.memory_gib:g}: somebody else is using it (`nvidia-smi` says who). End that, or choose another device."
+            )
+        least = math.ceil(memory.total * divided_by / (available * GIB))
         if role == "actor_infer":
             advice = f"Set `parallel.{role}.tp` to {least} or more"
         elif layout.shard and least <= len(devices):
@@ -231,7 +268,101 @@ def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, layout:
             if memory.optimizer:
                 advice += ", learn adapters alone (`trainer.lora`)"
         raise PlanError(
-            f"`devices.{role}`: {num_parameters / 1e9:.2f} billion parameters, divided by {divided_by}, need at least "
-            f"{memory.total / GIB:.1f} GiB of a GPU ({memory}), and {node.title}'s have {node.memory_gib:g} GiB. "
+            f"`devices.{role}`: {needs} of a GPU ({memory}), and {node.title}'s have {available:g} GiB. "
             f"{advice}, or choose a smaller model."
         )
+
+
+def _check_shared(plan: Plan, config: RunConfig, pool: Pool) -> None:
+    """Refuse roles that cannot be on one GPU together, where those that wait do not leave it."""
+    for index, tenants in plan.tenants.items():
+        device = pool.devices[index]
+        node = pool.by_id[device.node]
+        available = node.available_gib(device.local)
+        roles = [cast(Role, tenant.role) for tenant in tenants if tenant.role in plan.memory]
+        if node.kind != "gpu" or available is None or len(roles) < 2:
+            continue
+        stays = {role: 0 if offloads(role, config) else plan.memory[role].weights + plan.memory[role].optimizer for role in roles}
+        worst = max(roles, key=lambda role: plan.memory[role].total - stays[role])
+        need = plan.memory[worst].total - stays[worst] + sum(stays.values())
+        if need > available * GIB:
+            parts = ", ".join(f"{role} {(plan.memory[role].total if role == worst else stays[role]) / GIB:.1f}" for role in roles)
+            keys = sorted({"engine.offload" if role == "actor_infer" else "trainer.offload" for role in roles if stays[role]})
+            advice = f"Set {' and '.join(f'`{key}: true`' for key in keys)}, so that whoever waits leaves it" if keys else "Use more GPUs"
+            raise PlanError(
+                f"GPU {device.local} of {node.title} has {available:.1f} GiB, and its roles need at least {need / GIB:.1f} while {worst} "
+                f"works ({parts} GiB). {advice}, or give them devices of their own (`devices`)."
+            )
+
+
+def offloads(role: Role, config: RunConfig) -> bool:
+    """Whether a role that waits leaves its device for host memory."""
+    if role == "actor_infer":
+        return isinstance(config, RlConfig) and config.engine.offload
+    return config.trainer.offload
+
+
+def stage_memory(plan: Plan, shapes: Mapping[Role, Shape], config: RunConfig, pool: Pool) -> dict[Role, dict[Stage, Memory]]:
+    """What each device of every role whose model is known holds at each stage: working, or waiting for its turn."""
+    found: dict[Role, dict[Stage, Memory]] = {}
+    for role, shape in shapes.items():
+        is_shared = bool(plan.conflicts(role))
+        leaves = is_shared and offloads(role, config)
+        uses: dict[Stage, Memory] = {}
+        for stage in plan.stages:
+            use = _use(role, stage, shape, plan, config, pool)
+            if not _works(role, stage, config):
+                use = waiting(use, offloads=leaves, keeps_cache=not leaves)
+            elif stage == "sync" and role == "actor_infer" and leaves:
+                use = replace(use, cache=0)  # which comes back when generation goes on
+            uses[stage] = use
+        found[role] = uses
+    return found
+
+
+def _works(role: Role, stage: Stage, config: RunConfig) -> bool:
+    if role == "actor_train" and stage == "score":  # where a step's later updates have to know where the first one began
+        return isinstance(config, RlConfig) and config.algo.updates_per_step * config.algo.epochs_per_step > 1
+    return role in STAGE_ROLES[stage]
+
+
+def _use(role: Role, stage: Stage, shape: Shape, plan: Plan, config: RunConfig, pool: Pool) -> Memory:
+    """What a role would hold of its device at a stage if it worked then."""
+    workers = plan.workers(role)
+    weight_bytes = compute_bytes(config.model.dtype, workers[0].kind)
+    if role == "actor_infer":
+        assert isinstance(config, RlConfig), "only RL has engines"
+        return engine_memory(stage, shape, _serving(shape, plan, config, pool, weight_bytes))
+    layout, lora = plan.layout(role), getattr(config.trainer, "lora", None)
+    training = Training(
+        num_ranks=devices_per_copy(role, len(workers), layout) // layout.tp,
+        weight_bytes=weight_bytes,
+        tokens=-(-config.trainer.micro_batch_tokens // layout.cp),
+        checkpointing=config.trainer.gradient_checkpointing,
+        fused_layers=workers[0].kind == "gpu" and getattr(config.trainer, "fused_layers", True),
+        lora_rank=None if lora is None else lora.rank,
+        has_scalar_head=role == "critic",
+        tp=layout.tp,
+    )
+    return trainer_memory(role, stage, shape.divided(layout.tp), training)
+
+
+def _serving(shape: Shape, plan: Plan, config: RlConfig, pool: Pool, weight_bytes: int) -> Serving:
+    """The engine's own settings, and what it makes of those that are left out."""
+    engine, tp = config.engine, plan.layout("actor_infer").tp
+    context = engine.context_tokens or shape.context or 0
+    tokens = getattr(engine, "cache_tokens", None)
+    first = plan.workers("actor_infer")[0]
+    if tokens is None:
+        pages = -(-context // CACHE_PAGE) * CACHE_PAGE
+        tokens = engine.num_slots * pages
+        gib = pool.by_id[first.node].memory_gib
+        if first.kind == "gpu" and gib is not None:
+            share = getattr(engine, "memory_share", None)
+            each, weights = cache_bytes(shape, weight_bytes), shape.num_parameters * weight_bytes
+            if share is not None:  # packages take all that they may have
+                tokens = max(0, int(share * gib * GIB * tp) - weights) // each
+            else:
+                tokens = min(tokens, int(NATIVE_SHARE * max(0.0, gib * GIB * tp - weights)) // each)
+    prefill = getattr(engine, "prefill_tokens", None) or (8192 if first.kind == "gpu" else 256)
+    return Serving(tp, weight_bytes, engine.num_slots, tokens, prefill)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from drumroll.config.models import ParallelConfig, Role
-from drumroll.plan.cost import Memory
+from drumroll.plan.cost import Memory, Stage
 from drumroll.plan.pool import Device, Kind
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -17,14 +17,13 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Helper = Literal["assembler", "recorder"]
 """Workers that compute on no device and stand in no plan."""
 
-Stage = Literal["rollout", "score", "update"]
-
 STAGE_ROLES: dict[Stage, tuple[Role, ...]] = {
     "rollout": ("actor_infer", "environment", "reward"),
     "score": ("actor_train", "reference", "teacher", "critic"),
     "update": ("actor_train", "critic"),
+    "sync": ("actor_train", "actor_infer"),
 }
-"""Which roles work at which stage of a step. Those of one stage that share a device take turns there."""
+"""Which roles work at which stage of a step. Those of one stage that share a device take turns there; but both work at a sync."""
 
 Relation = Literal["colocated", "overlapping", "disjoint"]
 
@@ -61,6 +60,8 @@ class Plan:
     memory: Mapping[Role, Memory] = field(default_factory=dict)
     """What each device of a role has to hold at least; empty when the model's size is not known."""
     num_parameters: int | None = None
+    stage_memory: Mapping[Role, Mapping[Stage, Memory]] = field(default_factory=dict)
+    """What each device of a role is estimated to hold at each stage, working or waiting; empty where the model's shape is not known."""
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -116,7 +117,7 @@ class Plan:
     def stages(self) -> tuple[Stage, ...]:
         """The stages of a step of this run; without rollouts there are only the update and, before it, what a frozen model says."""
         if "actor_infer" in self.placements:
-            return ("rollout", "score", "update")
+            return ("rollout", "score", "update", "sync")
         return ("score", "update") if self.placements.keys() & {"reference", "teacher"} else ("update",)
 
     def stage_table(self) -> dict[Device, dict[Stage, tuple[Role, ...]]]:
@@ -130,6 +131,18 @@ class Plan:
             for device in sorted(devices)
         }
 
+    def device_memory(self, device: int, stage: Stage) -> int:
+        """Bytes that a device is estimated to have in use at a stage, at the moment when it has most: roles of one stage take turns on it,
+        and while one works the others wait."""
+        present = [tenant.role for tenant in self.tenants[device] if tenant.role in self.stage_memory]
+        memory = {role: self.stage_memory[cast(Role, role)] for role in present}
+        working = [role for role in present if role in STAGE_ROLES[stage]]
+        if stage == "sync":
+            return sum(memory[role][stage].total for role in present)
+        idle = {role: min(memory[role].values(), key=lambda use: use.total).total for role in present}
+        moments = [memory[role][stage].total + sum(idle[other] for other in present if other != role) for role in working]
+        return max(moments, default=sum(idle.values()))
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON holds it."""
         return {
@@ -138,6 +151,7 @@ class Plan:
                 role: {
                     "parallel": self.layout(role).model_dump(),
                     "memory_bytes": asdict(self.memory[role]) if role in self.memory else None,
+                    "stage_memory_bytes": {stage: asdict(use) for stage, use in self.stage_memory.get(role, {}).items()},
                     "workers": [
                         {
                             "rank": placement.rank,

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ class Node:
     """What tables call the node; its id otherwise."""
     device_ids: tuple[str, ...] = ()
     """What `CUDA_VISIBLE_DEVICES` calls each device; its local number otherwise."""
+    free_gib: tuple[float, ...] = ()
+    """Memory of each device that nobody has in use, where somebody has looked."""
 
     @property
     def title(self) -> str:
@@ -54,6 +56,10 @@ class Node:
     def device_id(self, local: int) -> str:
         """The name by which `CUDA_VISIBLE_DEVICES` makes a device visible."""
         return self.device_ids[local] if self.device_ids else str(local)
+
+    def available_gib(self, local: int) -> float | None:
+        """Memory of a device that a run can have; None where nobody knows."""
+        return self.free_gib[local] if self.free_gib else self.memory_gib
 
     def matches(self, where: Mapping[str, str]) -> bool:
         own = self.selectors
@@ -124,6 +130,7 @@ class Pool:
                     "kind": node.kind,
                     "num_devices": node.num_devices,
                     "memory_gib": node.memory_gib,
+                    "free_gib": list(node.free_gib),
                     "labels": dict(node.labels),
                 }
                 for node in self.nodes
@@ -183,6 +190,7 @@ def local_pool(cpu_slots: int | None = None) -> Pool:
                     labels={"gpu": labels.pop()} if len(labels) == 1 else {},
                     address="127.0.0.1",
                     device_ids=tuple(gpu.id for gpu in gpus),
+                    free_gib=tuple(gpu.free_gib for gpu in gpus),
                 ),
             )
         )
@@ -205,11 +213,12 @@ class Gpu:
     uuid: str
     name: str
     memory_gib: float
+    free_gib: float
 
 
 def query_gpus() -> list[Gpu]:
     """The machine's GPUs as `nvidia-smi` lists them; none where it is missing, fails or hangs."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -218,12 +227,13 @@ def query_gpus() -> list[Gpu]:
 
 
 def parse_gpus(answer: str) -> list[Gpu]:
-    """Lines such as `0, GPU-5c1f..., NVIDIA H200, 143771`; others (a GPU that reports no memory) are skipped."""
+    """Lines such as `0, GPU-5c1f..., NVIDIA H200, 143771, 143150`; others (a GPU that reports no memory) are skipped."""
     gpus = []
     for line in answer.splitlines():
         fields = [value.strip() for value in line.split(",")]
-        if len(fields) == 4 and fields[3].isdigit():
-            gpus.append(Gpu(id=fields[0], uuid=fields[1], name=fields[2], memory_gib=int(fields[3]) / 1024))
+        if len(fields) == 5 and fields[3].isdigit() and fields[4].isdigit():
+            total, free = (int(value) / 1024 for value in fields[3:])
+            gpus.append(Gpu(id=fields[0], uuid=fields[1], name=fields[2], memory_gib=total, free_gib=free))
     return gpus
 
 
@@ -236,7 +246,7 @@ def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
         named = [gpu for gpu in gpus if name == gpu.id or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
         if len(named) != 1:
             break
-        visible.append(Gpu(name, named[0].uuid, named[0].name, named[0].memory_gib))
+        visible.append(replace(named[0], id=name))
     return visible
 
 

@@ -1,4 +1,4 @@
-"""A plan as people read it: one table of roles, one of stages."""
+"""A plan as people read it: a table of roles, one of stages, one of memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from drumroll.config.models import Role
-from drumroll.plan.cost import GIB
+from drumroll.plan.cost import GIB, Memory
 from drumroll.plan.placement import Placement, Plan
 from drumroll.plan.pool import Node, Pool
 
 
 def render(plan: Plan, pool: Pool) -> RenderableType:
-    """Both tables under one line that says what the pool is."""
+    """The tables under one line that says what the pool is."""
     size = f" · {plan.num_parameters / 1e6:,.2f} M parameters" if plan.num_parameters is not None else ""
-    return Group(f"Pool: {pool.describe()}{size}", "", role_table(plan, pool), "", stage_table(plan))
+    memory = ("", memory_table(plan, pool)) if plan.stage_memory else ()
+    return Group(f"Pool: {pool.describe()}{size}", "", role_table(plan, pool), "", stage_table(plan), *memory)
 
 
 def role_table(plan: Plan, pool: Pool) -> Table:
@@ -60,6 +61,47 @@ def stage_table(plan: Plan) -> Table:
     if at_host:
         table.caption, table.caption_justify = f"On host processors: {', '.join(at_host)}", "left"
     return table
+
+
+def memory_table(plan: Plan, pool: Pool) -> Table:
+    """What a device of each role is estimated to hold at each stage, with what that consists of where the role works; below it what all
+    roles of a device hold together, and what the device has."""
+    table = Table(title="Memory of each device, estimated, in GiB", title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("", *plan.stages, "at most"):
+        table.add_column(column, no_wrap=column == "")
+    for role, uses in plan.stage_memory.items():
+        peak = max(uses.values(), key=lambda use: use.total)
+        table.add_row(role, *(_held(uses[stage]) for stage in plan.stages), str(peak))
+    table.add_section()
+    seen: dict[tuple[str, ...], list[int]] = {}
+    for index in plan.tenants:
+        held = (f"{plan.device_memory(index, stage) / GIB:.1f}" for stage in plan.stages)
+        seen.setdefault((*held, _room(pool, index)), []).append(index)
+    for cells, indices in seen.items():
+        too_much = any(_is_short(plan, pool, index) for index in indices)
+        table.add_row(f"device {ranges(indices)}", *cells, style="bold red" if too_much else None)
+    return table
+
+
+def _held(use: Memory) -> str:
+    """`40.3`, or `host 5.5` for what waits in host memory."""
+    return f"host {use.host / GIB:.1f}" if use.host and not use.total else f"{use.total / GIB:.1f}"
+
+
+def _room(pool: Pool, index: int) -> str:
+    device = pool.devices[index]
+    node = pool.by_id[device.node]
+    available = node.available_gib(device.local)
+    if available is None:
+        return "–"
+    return f"of {available:.1f} free" if node.free_gib else f"of {available:g}"
+
+
+def _is_short(plan: Plan, pool: Pool, index: int) -> bool:
+    """Whether the estimate is more than the device has."""
+    device = pool.devices[index]
+    available = pool.by_id[device.node].available_gib(device.local)
+    return available is not None and any(plan.device_memory(index, stage) > available * GIB for stage in plan.stages)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from drumroll.config.load import check_config
-from drumroll.errors import DataError, ModelError
-from drumroll.pipelines.job import RlJob, prepare
+from drumroll.config.models import RlConfig
+from drumroll.errors import ConfigError, DataError, ModelError
+from drumroll.pipelines.job import RlJob, _check_engine, _check_parallel, prepare
 
 
 def job(folder: Path, rows: list[dict[str, Any]], *rewards: dict[str, Any]) -> RlJob:
@@ -77,3 +78,65 @@ def test_demonstrations_with_nothing_to_imitate_are_refused(tmp_path: Path) -> N
         prepare(check_config(tree))
     path.write_text(json.dumps(silent) + "\n" + json.dumps({"prompt": "0", "completion": "1"}) + "\n")
     prepare(check_config(tree))
+
+
+FACTS = {"model_type": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 8, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if vLLM and SGLang were here, in versions that are supported."""
+    versions = {"vllm": "0.26.0", "sglang": "0.5.23"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+
+
+def checked(model: dict[str, Any], **sections: Any) -> RlConfig:
+    tree = {
+        "pipeline": "rl",
+        "max_steps": 1,
+        "model": model,
+        "data": {"train": {"path": "tasks.jsonl"}},
+        "rewards": [{"kind": "exact_match"}],
+    }
+    config = check_config({**tree, "rewards": [{"kind": "exact_match"}], **sections})
+    assert isinstance(config, RlConfig)
+    return config
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("tp", "said"),
+    [(2, ""), (4, ""), (12, ""), (5, "does not divide the model's 12 attention heads"), (6, "4 key-value heads")],
+)
+def test_engines_span_as_many_devices_as_divide_their_heads(tp: int, said: str) -> None:
+    scratch = {"characters": "01", "config": {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48}}
+    config = checked({"scratch": scratch}, engine={"kind": "sglang"}, parallel={"actor_infer": {"tp": tp}})
+    if not said:
+        return _check_parallel(config)
+    with pytest.raises(ConfigError, match=said):
+        _check_parallel(config)
+    return None
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("kind", "changes", "engine", "said"),
+    [
+        ("vllm", {"model_type": "mixtral", "num_local_experts": 8}, {}, "'mixtral' are not known here"),
+        ("vllm", {"model_type": "qwen3_moe", "num_experts": 8}, {}, ""),
+        ("sglang", {"model_type": "mistral", "sliding_window": 1024}, {}, "made to see 1024 of them"),
+        ("sglang", {"model_type": "mistral", "sliding_window": 1024}, {"context_tokens": 1024}, ""),
+        ("sglang", {"model_type": "mistral", "sliding_window": None}, {}, ""),
+        ("native", {"model_type": "mixtral", "num_local_experts": 8}, {}, ""),
+    ],
+)
+def test_a_model_that_an_engine_does_not_serve_is_refused_before_it_starts(
+    tmp_path: Path, kind: str, changes: dict[str, Any], engine: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FACTS, **changes}))
+    config = checked({"path": str(tmp_path)}, engine={"kind": kind, **engine})
+    if not said:
+        return _check_engine(config)
+    with pytest.raises(ModelError, match=rf"`engine\.kind: {kind}` cannot serve this model: .*{said}"):
+        _check_engine(config)
+    return None

@@ -10,7 +10,7 @@ import pytest
 
 from drumroll.cluster import supervision
 from drumroll.config.models import CheckpointConfig, SupervisionConfig
-from drumroll.errors import RoleLost, WorkerError, WorkerLost, WorkerOverdue
+from drumroll.errors import DeviceMemoryError, RoleLost, WorkerError, WorkerLost, WorkerOverdue
 from drumroll.pipelines.learners import Learners
 
 
@@ -25,6 +25,7 @@ class Trainers:
         self.is_dead = False
         self.outstanding = (0,)
         self.num_launches = 1
+        self.told: list[str] = []
 
     def lost(self, deadline_s: float) -> dict[int, WorkerError]:
         return {0: WorkerLost(f"{self.role} rank 0: gone")} if self.is_dead else {}
@@ -42,7 +43,7 @@ class Trainers:
         (self.state,) = memories
 
     def all(self, method: str) -> list[int]:
-        assert method == "state_bytes"
+        self.told.append(method)
         return [100]
 
     def last_words(self, rank: int) -> str:
@@ -136,6 +137,33 @@ def test_a_role_that_hangs_is_started_anew() -> None:
     trainers.outstanding = (1,)
     assert crew.redone(lambda: trainers.train(error=WorkerOverdue("no answer to train() within 10 s")), changes=True) == 2
     assert trainers.num_launches == 2
+
+
+def out_of_memory(stage: str = "update") -> DeviceMemoryError:
+    error = DeviceMemoryError("actor_train rank 0: out of device memory")
+    error.role, error.rank, error.stage = "actor_train", 0, stage
+    return error
+
+
+def test_micro_batches_are_halved_once_when_memory_runs_out() -> None:
+    trainers = Trainers()
+    crew, said = learners()
+    crew.add(trainers)  # type: ignore[arg-type]
+    crew.redone(trainers.train, changes=True)
+    assert crew.redone(lambda: trainers.train(error=out_of_memory()), changes=True) == 2
+    assert (trainers.told.count("halve_micro_batches"), said[0]) == (1, "micro-batches halved")
+    trainers.num_launches = 1
+    with pytest.raises(DeviceMemoryError):
+        crew.redone(lambda: trainers.train(error=out_of_memory()), changes=True)
+
+
+def test_memory_that_runs_out_elsewhere_is_an_error() -> None:
+    trainers = Trainers()
+    crew, _ = learners()
+    crew.add(trainers)  # type: ignore[arg-type]
+    with pytest.raises(DeviceMemoryError):
+        crew.redone(lambda: trainers.train(error=out_of_memory("sync")))
+    assert trainers.num_launches == 1
 
 
 def test_restarts_have_an_end() -> None:

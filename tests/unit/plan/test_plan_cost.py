@@ -9,8 +9,8 @@ from plan_configs import RL_ROLES, rl_config
 
 from drumroll.config.models import ModelConfig, ParallelConfig, ScratchConfig
 from drumroll.errors import PlanError
-from drumroll.plan import Memory, make_plan, parameter_count, parse_pool
-from drumroll.plan.cost import compute_bytes, device_memory, known_parameters
+from drumroll.plan import Memory, Node, Pool, make_plan, parameter_count, parse_pool
+from drumroll.plan.cost import compute_bytes, device_memory, known_shape
 
 SHAPE = {
     "vocab_size": 1000,
@@ -76,6 +76,11 @@ def test_unknown_models_have_no_count(config: dict[str, Any]) -> None:
     assert parameter_count(config) is None
 
 
+def known_parameters(model: ModelConfig) -> int | None:
+    shape = known_shape(model)
+    return None if shape is None else shape.num_parameters
+
+
 def test_known_parameters(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     assert known_parameters(ModelConfig(path=str(tmp_path))) == 257472
@@ -131,7 +136,10 @@ def test_an_engine_that_cannot_fit_is_refused_with_the_parallel_size_that_would(
     seventy_billion, pool = 70 * 10**9, parse_pool("8x8x80GiB")
     with pytest.raises(PlanError, match=r"`devices\.actor_infer`.*130\.4 GiB.*`parallel\.actor_infer\.tp` to 2 or more"):
         make_plan(rl_config(), pool, RL_ROLES, num_parameters=seventy_billion)
-    plan = make_plan(rl_config(parallel={"actor_infer": {"tp": 2}}), pool, RL_ROLES, num_parameters=seventy_billion)
+    halves = {"parallel": {"actor_infer": {"tp": 2}}}
+    with pytest.raises(PlanError, match=r"its roles need at least 81\.5.*`engine\.offload: true` and `trainer\.offload: true`"):
+        make_plan(rl_config(**halves), pool, RL_ROLES, num_parameters=seventy_billion)
+    plan = make_plan(rl_config(**halves, engine={"offload": True}), pool, RL_ROLES, num_parameters=seventy_billion)
     assert plan.memory["actor_infer"].total == seventy_billion
 
 
@@ -143,3 +151,12 @@ def test_only_used_gpus_of_known_memory_are_checked() -> None:
     with pytest.raises(PlanError, match=r"`devices\.actor_infer`.*node0's have 8 GiB"):
         make_plan(rl_config(), small_and_large, RL_ROLES, num_parameters=ten_billion)
     make_plan(rl_config({"actor_infer": {"where": {"gpu": "large"}}}), small_and_large, RL_ROLES, num_parameters=ten_billion)
+
+
+def test_a_gpu_that_somebody_else_uses_is_refused_with_what_is_free() -> None:
+    busy = Pool((Node("local", 2, "gpu", 80.0, free_gib=(79.0, 12.5)),))
+    seven_billion = 7_615_616_512
+    with pytest.raises(PlanError, match=r"need at least 56\.7 GiB.*GPU 1 of local has 12\.5 GiB free of its 80.*nvidia-smi"):
+        make_plan(rl_config(), busy, RL_ROLES, num_parameters=seven_billion)
+    one_billion = make_plan(rl_config({role: [0] for role in ("actor_train", "actor_infer")}), busy, RL_ROLES, num_parameters=10**9)
+    assert one_billion.devices("actor_train")[0].local == 0

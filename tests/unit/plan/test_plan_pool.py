@@ -9,10 +9,10 @@ from drumroll.plan import Node, Pool, gpu_label, local_pool, parse_pool
 from drumroll.plan import pool as pool_module
 from drumroll.plan.pool import parse_gpus, query_gpus, visible_gpus
 
-SMI = """0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559
-1, GPU-bbbb-2, NVIDIA H100 80GB HBM3, 81559
-2, GPU-bbcc-3, NVIDIA H100 80GB HBM3, 81920
-3, GPU-dddd-4, NVIDIA Broken, [N/A]
+SMI = """0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 80123
+1, GPU-bbbb-2, NVIDIA H100 80GB HBM3, 81559, 80123
+2, GPU-bbcc-3, NVIDIA H100 80GB HBM3, 81920, 12
+3, GPU-dddd-4, NVIDIA Broken, [N/A], [N/A]
 """
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from pathlib import Path
 
 from plan_configs import RL_ROLES, rl_config
 from rich.console import Console
@@ -35,8 +37,8 @@ def test_a_large_cluster_prints_in_a_few_lines() -> None:
         ["actor_infer", "0-15", large, "0-31 (gpu)", "dp 20 × tp 2", "≥ 7.1 GiB of 80 GiB", "actor_train *"],
         ["16-19", small, "32-39 (gpu)", "≥ 7.1 GiB of 48 GiB"],
         ["environment", "0-5", "node0 … node5 (6)", "host", "6 workers", "–", "–"],
-        ["0-31", "actor_infer", "actor_train", "actor_train"],
-        ["32-39", "actor_infer", "idle", "idle"],
+        ["0-31", "actor_infer", "actor_train", "actor_train", "actor_train, actor_infer"],
+        ["32-39", "actor_infer", "idle", "idle", "actor_infer"],
         ["On host processors: environment"],
     ):
         assert row in lines
@@ -55,3 +57,49 @@ def test_a_laptop_in_a_narrow_terminal() -> None:
     lines = printed(make_plan(rl_config(), pool, RL_ROLES, num_parameters=2**20), pool, width=80)
     assert ["actor_train", "0", "node0", "0 (cpu)", "dp 1", "≥ 16.0 MiB", "actor_infer *"] in lines
     assert ["environment", "0", "node0", "host", "1 worker", "–", "–"] in lines
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_memory_by_role_and_stage(tmp_path: Path) -> None:
+    """Seven billion parameters on one H200: everything moves to the host when it is not its turn."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    config = rl_config(
+        model={"path": str(tmp_path), "dtype": "bfloat16"},
+        trainer={"offload": True, "gradient_checkpointing": True, "micro_batch_tokens": 8192},
+        engine={"offload": True, "num_slots": 256},
+    )
+    pool = parse_pool("1x1x139.8GiB")
+    plan = make_plan(config, pool, (*RL_ROLES, "reference"))
+    use = plan.stage_memory
+    p = 7_615_616_512
+    assert (use["actor_train"]["rollout"].total, use["actor_train"]["rollout"].host) == (0, 14 * p)
+    assert (use["reference"]["update"].total, use["reference"]["update"].host) == (0, 6 * p)
+    assert use["actor_infer"]["sync"].cache == 0 < use["actor_infer"]["rollout"].cache
+    assert plan.device_memory(0, "update") == use["actor_train"]["update"].total < 139.8 * 2**30
+    assert plan.device_memory(0, "sync") == use["actor_train"]["sync"].total + use["actor_infer"]["sync"].total
+    lines = printed(plan, pool)
+    assert ["Memory of each device, estimated, in GiB"] in lines
+    trainer = next(line for line in lines if line[0] == "actor_train" and "host" in line[1])
+    assert trainer[1] == f"host {14 * p / 2**30:.1f}"
+    assert any(line[0] == "device 0" and line[-1] == "of 139.8" for line in lines)
+
+
+def test_who_does_not_leave_counts_while_others_work(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_7B, "num_hidden_layers": 2}))
+    plan = make_plan(rl_config(model={"path": str(tmp_path), "dtype": "bfloat16"}), parse_pool("1x1x80GiB"), RL_ROLES)
+    use = plan.stage_memory
+    waits = use["actor_infer"]["update"]
+    assert waits.cache == use["actor_infer"]["rollout"].cache
+    assert waits.activations == 0
+    assert plan.device_memory(0, "update") == use["actor_train"]["update"].total + waits.total

@@ -7,9 +7,9 @@ Requests live one by one: each can be added or aborted at any time, and none dep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from drumroll.config.models import EngineConfig
 from drumroll.types import Chunk, EngineLoad, GenRequest, RankInfo, Version
@@ -38,6 +38,11 @@ class InferBackend(ABC):
         self.model_folder = model_folder
         self.dtype = dtype
         self.trust_remote_code = trust_remote_code
+
+    @classmethod
+    def refusal(cls, config: EngineConfig, facts: Mapping[str, Any]) -> str:
+        """Why this engine cannot serve a model whose `config.json` says these facts, as far as that is known before it starts."""
+        return ""
 
     @abstractmethod
     def setup(self, rank: RankInfo) -> None:

@@ -64,6 +64,11 @@ class Request:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def num_left(self) -> int:
+        """Tokens that the reply may still have."""
+        return min(self.sampling.max_new_tokens - self.num_sampled, self.context - len(self.tokens))
+
+    @property
     def num_to_fill(self) -> int:
         """Tokens that a prefill must still compute."""
         return len(self.tokens) - 1 - self.num_cached

@@ -6,16 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from drumroll.backends.buckets import Inbox, compare
-from drumroll.backends.checksum import begin_checksum, checksums
-from drumroll.backends.infer.base import Checksums
+from drumroll.backends.infer.intake import Intake
 from drumroll.backends.lent import Lent
 from drumroll.backends.offload import take_peak_bytes
 
@@ -29,27 +25,17 @@ class DrumrollWorker:
     device: torch.device
     model_runner: Any
 
-    def drumroll_take_weights(self, pid: int, key: int, files: list[int], on_device: bool, deadline_s: float) -> tuple[dict[str, int], int]:
-        """Every tensor's checksum, as it arrived here, and the most GPU memory that was in use since the last time."""
-        inbox, sums = Inbox(), Checksums()
-        lent = Lent(pid, key, tuple(files), on_device, deadline_s)
-        source = torch.device("cuda:0" if on_device else "cpu")  # the first of the engine's devices, whichever this worker's is
-
-        def arriving() -> Iterator[tuple[str, Tensor]]:
-            for bucket in inbox.shared(lent, self.rank, source):
-                # vLLM may hold on to a tensor until its layer is complete, which can be after the bucket is filled anew.
-                own = [(name, tensor.to(self.device, copy=True)) for name, tensor in bucket]
-                sums.update(zip((name for name, _ in own), checksums([begin_checksum(tensor) for _, tensor in own]), strict=True))
-                yield from own
-
+    def drumroll_take_weights(self, pid: int, key: int, files: list[int], on_device: bool, deadline_s: float) -> int:
+        """The most GPU memory that was in use since the last time."""
+        intake = Intake(Lent(pid, key, tuple(files), on_device, deadline_s), self.rank, self.device)
         tied = self._tied()
-        self.model_runner.reload_weights(weights_iterator=arriving())
+        self.model_runner.reload_weights(weights_iterator=intake.tensors())
         if tied is not None and self.device.type == "cpu":  # its head computes with a packed copy, which a reload leaves as it was
             head, embeddings = tied
             head.weight = embeddings.weight
             head.quant_method.process_weights_after_loading(head)
-        compare(inbox.expected, sums, f"vLLM's worker {self.rank}")
-        return sums, take_peak_bytes(str(self.device))
+        intake.check(f"vLLM's worker {self.rank}")
+        return take_peak_bytes(str(self.device))
 
     def drumroll_stay_with(self, owner: int) -> None:
         """End with the process that owns the engine, however that ends: vLLM by itself would stay, and keep the GPU."""

@@ -1,0 +1,106 @@
+"""What only the SGLang engine has: processes of its own, versions that it knows, an installation that may be missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_driver import ask, engine, make_model, prompt_of
+
+from drumroll.backends.infer.sglang import Sglang, check_installed
+from drumroll.errors import PluginError, WorkerError
+
+
+def installed() -> bool:
+    try:
+        check_installed()
+    except PluginError:
+        return False
+    return True
+
+
+needs_sglang = pytest.mark.skipif(not installed(), reason="SGLang is not installed; `make test-sglang` installs it")
+
+
+def test_a_missing_sglang_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    with pytest.raises(PluginError, match=r"pip install 'drumroll\[sglang\]'"):
+        Sglang.Config()
+
+
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.22.post1", "0.5.23"])
+def test_supported_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    check_installed()
+
+
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.24", "0.6", "1.0.0rc1"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    with pytest.raises(PluginError, match=r"expected at least 0\.5\.21 and below 0\.5\.24"):
+        check_installed()
+
+
+def sglang_processes(owner: int) -> list[int]:
+    """Of that process, as they call themselves."""
+    try:
+        return [child.pid for child in psutil.Process(owner).children(recursive=True) if "sglang" in " ".join(child.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
+
+
+@needs_sglang
+def test_an_engine_whose_process_dies_says_so_and_accepts_nothing_more(tmp_path: Path) -> None:
+    with engine(make_model(tmp_path, kind="sglang"), "sglang") as driver:
+        driver.submit(*(ask(str(i), prompt_of(5), seed=i, max_new_tokens=240, stop_token_ids=()) for i in range(8)))
+        driver.until(lambda: bool(driver.replies), wait_s=0.01)
+        scheduler = sglang_processes(os.getpid())
+        assert scheduler
+        os.kill(scheduler[0], signal.SIGKILL)
+        for reply in driver.gather(str(i) for i in range(8)):
+            assert reply.finishes[0] in ("error", "stop", "length")
+            assert ("the SGLang engine stopped" in reply.error) == (reply.finishes == ["error"])
+        driver.submit(ask("late", prompt_of(5)))
+        assert "stopped" in driver.gather(["late"])[0].error
+        with pytest.raises(WorkerError, match="stopped"):
+            driver.update(1)
+    assert sglang_processes(os.getpid()) == []
+
+
+@needs_sglang
+def test_nothing_of_sglang_outlives_the_process_that_owns_it(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+if __name__ == "__main__":
+    from pathlib import Path
+    from engine_driver import engine, make_model
+    with engine(make_model(Path({str(tmp_path / "model")!r}), kind="sglang"), "sglang"):
+        print("ready", flush=True)
+        time.sleep(100)
+"""
+    )
+    owner = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    while "ready" not in (line := owner.stdout.readline()):
+        assert line, "it ended before it was ready"
+    children = sglang_processes(owner.pid)
+    assert children
+    owner.kill()
+    owner.wait()
+    end = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in children) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(psutil.pid_exists(pid) for pid in children)
