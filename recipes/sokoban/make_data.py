@@ -1,7 +1,7 @@
 """Writes the levels (as seeds) and the demonstrations of recipes/sokoban.yaml: python recipes/sokoban/make_data.py
 
-No level of heldout.jsonl occurs in train.jsonl, from which the demonstrations are. Their expert waits in six of ten turns and makes a detour
-in one in five of the others, so that 23 % solve their level in time.
+No level of heldout.jsonl occurs in train.jsonl, from which the demonstrations are. Their expert waits in six of ten turns and makes a
+detour in one in five of the others, so that 23 % solve their level in time.
 """
 
 from __future__ import annotations
