@@ -1,6 +1,7 @@
 """An agent in its own process, written with the official `openai` client, trains like any other environment."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,42 @@ request = urllib.request.Request(
 urllib.request.urlopen(request).read()
 """
 
+BAD_AGENT = """
+import json, os, socket, urllib.error, urllib.request
+host, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
+key, mood = os.environ["OPENAI_API_KEY"], json.loads(os.environ["DRUMROLL_TASK"])["prompt"]
 
-def run(folder: Path, mood: str, **changes: Any) -> RunFolder:
+def send(path, body, key=key):
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, body, headers)
+    return urllib.request.urlopen(request).read()
+
+question = json.dumps({"messages": [{"role": "user", "content": mood}]}).encode()
+send("/chat/completions", question)
+try:
+    if mood == "leaves":
+        with socket.create_connection((host, int(port))) as line:
+            head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", "Content-Length: 9999"]
+            line.sendall("\\r\\n".join([*head, "", "{"]).encode())
+        os._exit(0)
+    if mood == "garbage":
+        send("/chat/completions", bytes(range(256)))
+    if mood == "foreign key":
+        send("/reward", b'{"reward": 1}', key[::-1])
+    if mood == "too much":
+        send("/chat/completions", b"x" * 100_000_000)
+except (urllib.error.HTTPError, ConnectionError) as error:
+    print("was told:", error)
+    raise
+send("/reward", b'{"reward": 1, "success": true}')
+"""
+
+
+def run(folder: Path, mood: str, agent: str = AGENT, prompts: Sequence[str] = ("question a", "question b"), **changes: Any) -> RunFolder:
     folder.mkdir(exist_ok=True)
-    (folder / "agent.py").write_text(AGENT)
+    (folder / "agent.py").write_text(agent)
     tasks = folder / "tasks.jsonl"
-    tasks.write_text("".join(f'{{"prompt": "question {letter}"}}\n' for letter in "abcd"))
+    tasks.write_text("".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts))
     config = {
         "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -98,3 +129,28 @@ def test_an_agent_that_crashes_never_trains(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="the agent ended with exit code 3"):
         run(tmp_path, "crash")
     assert not [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "weights" in line]
+
+
+def test_agents_that_misbehave_fail_with_the_reason_and_the_run_goes_on(tmp_path: Path) -> None:
+    reasons = {
+        "leaves": "without posting a reward",
+        "garbage": "400",
+        "foreign key": "401",
+        "too much": "exit code 1",  # it may see the refusal, or that nobody listens to the rest
+    }
+    good = [f"question {letter}" for letter in "abcdefghij"]
+    rollout = {"groups_per_step": 5, "group_size": 2, "max_turns": 8, "sampling": {"max_new_tokens": 6}, "max_attempts": 1}
+    folder = run(tmp_path, "", BAD_AGENT, [*reasons, *good], max_steps=2, rollout=rollout)
+    with Reader(folder.store) as reader:
+        rows = list(reader.query(Filter(phase="train")))
+        samples = [reader.load(row.sample_id) for row in rows]
+    trained = [sample for row, sample in zip(rows, samples, strict=True) if row.state == "consumed"]
+    assert [(sample.reward, sample.error) for sample in trained] == [(1.0, "")] * 2 * 5 * 2
+    assert not {sample.task.prompt for sample in trained} & set(reasons)
+    failed = {sample.task.prompt: sample for sample in samples if sample.stop_reason == "failed"}
+    assert failed.keys() == set(reasons)
+    for mood, reason in reasons.items():
+        assert failed[mood].reward is None
+        assert reason in failed[mood].error
+    lines = [line for line in read_lines(folder.metrics_file) if "weights" in line]
+    assert sum(line["rollout/num_failed_environment"] for line in lines) >= len(reasons)

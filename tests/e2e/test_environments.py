@@ -1,10 +1,12 @@
 """Four environments in one run, each with its share, through the whole pipeline: warm-up on their experts' episodes, then steps of RL."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from drumroll.config.load import check_config
 from drumroll.config.models import EnvConfig
@@ -12,6 +14,7 @@ from drumroll.envs.experts import expert_episode
 from drumroll.envs.webshop import expert_episode as shopping_episode
 from drumroll.pipelines.start import start
 from drumroll.record.files import read_lines
+from drumroll.record.play import play
 from drumroll.record.store import Filter, Reader
 from drumroll.registry import REGISTRY
 
@@ -74,3 +77,11 @@ def test_four_environments_in_one_run(tmp_path: Path) -> None:
     assert {sample.task.data["seed"] for sample in samples if sample.task.domain == "lake"} <= set(range(41))
     last = read_lines(run.eval_file)[-1]
     assert {"sampled/lake", "sampled/boxes", "sampled/shop"} <= last.keys()
+    screen = io.StringIO()
+    assert play(run, Console(file=screen, width=100), Filter(phase="train"), env="frozen_lake", limit=9, delay_s=0) == 4
+    shown = screen.getvalue()
+    lakes = [sample for sample in samples if sample.task.domain == "lake"]
+    assert all(row in shown for sample in lakes for turn in sample.turns if turn.author == "environment" for row in turn.text.split())
+    assert "turn 2" in shown
+    assert "reward" in shown
+    assert not any(sample.sample_id in shown for sample in samples if sample.task.domain != "lake")

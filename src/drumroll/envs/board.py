@@ -75,8 +75,10 @@ class BoardConfig(ActionConfig):
     """Options that all board games have."""
 
     vocabularies: ClassVar[Vocabularies]
+    ground: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of cells on which there is nothing: coordinates leave them out."""
     scenery: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of cells that `coordinates` leaves out."""
+    """Kinds of cells that never change, such as walls: coordinates leave them out beside a board that shows them."""
 
     chat: bool = True
     """Show chat messages by the user. false: plain text."""
@@ -85,9 +87,10 @@ class BoardConfig(ActionConfig):
     symbols: str | dict[str, str] = "plain"
     """How cells are shown: the name of a vocabulary of the game, or a mapping such as `{player: "@"}` whose symbols take the place of
     its plain ones."""
-    coordinates: bool = False
-    """Say below the board where things are: the symbol, row and column of every cell that is no mere scenery, such as `B23 P41`, counted
-    from 0 at the top left. Models that are bad at counting cells play better with it."""
+    show: Literal["board", "coordinates", "both"] = "board"
+    """`board`: lines of symbols. `coordinates`: where things are, as the symbol, row and column of every cell with something on it, such as
+    `#12 B23 P41`, counted from 0 at the top left, without walls at the edge. `both`: the coordinates of what can move or be reached, below
+    the board. Models that are bad at counting cells play better with coordinates, and without the board an episode has far fewer tokens."""
     moves: tuple[str, str, str, str] = ("Up", "Down", "Left", "Right")
     """What the model calls the moves up, down, left and right. Capital and small letters are the same to the game."""
     wait: str | None = None
@@ -239,16 +242,17 @@ class BoardGame(Env, Generic[P]):
         return self._shown(" ".join(remarks) if self.config.rules else "", reward=reward)
 
     def board(self) -> str:
-        """The position as lines of symbols."""
-        vocabulary, cells = self.config.vocabulary, self.cells(self.position)
-        rows = ["".join(vocabulary[cell] for cell in row) for row in cells]
-        return "\n".join([*rows, self._places(cells)] if self.config.coordinates else rows)
+        """The position as text: lines of symbols, coordinates, or both."""
+        show, vocabulary, cells = self.config.show, self.config.vocabulary, self.cells(self.position)
+        rows = [] if show == "coordinates" else ["".join(vocabulary[cell] for cell in row) for row in cells]
+        return "\n".join(rows if show == "board" else [*rows, self._places(cells)])
 
     def explanation(self) -> str:
         """The game, its symbols, its moves and the form of an answer, in words for the model."""
         legend = ", ".join(f"'{symbol}' {cell.replace('_', ' ')}" for cell, symbol in self.config.vocabulary.items())
-        if self.config.coordinates:
-            legend += ". Below the board: where things are, as symbol, row and column, counted from 0 at the top left"
+        if self.config.show != "board":
+            where = "You see" if self.config.show == "coordinates" else "Below the board"
+            legend += f". {where}: where things are, as symbol, row and column, counted from 0 at the top left"
         moves = ", ".join(self.config.action_names)
         form = explain_form(self.config, [self.config.moves[3], self.config.moves[1]])
         return f"{self.about()}\nSymbols: {legend}.\nActions: {moves}.\n{form}\n"
@@ -258,15 +262,16 @@ class BoardGame(Env, Generic[P]):
         return write_actions([self.config.moves[DIRECTIONS.index(direction)] for direction in directions], self.config)
 
     def _places(self, cells: Sequence[Sequence[str]]) -> str:
-        """Where everything is that is no scenery, one kind after another."""
+        """Where everything is that a board does not show already, one kind after another."""
         config, separator = self.config, "" if max(len(cells), *map(len, cells)) <= 10 else ","
+        hidden = config.scenery if config.show == "both" else frozenset()
         return " ".join(
             f"{symbol}{row}{separator}{column}"
             for kind, symbol in config.vocabulary.items()
-            if kind not in config.scenery
+            if kind not in config.ground | hidden
             for row, line in enumerate(cells)
             for column, cell in enumerate(line)
-            if cell == kind
+            if cell == kind and not (kind in config.scenery and (row in (0, len(cells) - 1) or column in (0, len(line) - 1)))
         )
 
     def _outcome(self) -> bool | None:

@@ -48,7 +48,7 @@ class FrozenLake(BoardGame[Lake]):
             "plain": {"player": "P", "frozen": "_", "hole": "O", "goal": "G", "player_in_hole": "X", "player_on_goal": "*"},
             "gymnasium": {"player": "@", "frozen": "F", "hole": "H", "goal": "G", "player_in_hole": "X", "player_on_goal": "*"},
         }
-        scenery: ClassVar[frozenset[str]] = frozenset({"frozen"})
+        ground: ClassVar[frozenset[str]] = frozenset({"frozen"})
         size: Annotated[int, Field(ge=4, le=8)] = 4
         """Tiles along each side of a random map."""
         hole_ratio: Annotated[float, Field(ge=0.0, le=0.5)] = 0.2

@@ -251,7 +251,7 @@ def test_options_of_made_levels_have_no_place_beside_level_files():
 
 
 def test_coordinates_say_where_things_are():
-    env = Sokoban(Sokoban.Config(coordinates=True, width=8, height=8, boxes=2))
+    env = Sokoban(Sokoban.Config(show="both", width=8, height=8, boxes=2))
     content = env.begin(3).messages[0]["content"]
     assert "symbol, row and column" in content
     *board, places = content.splitlines()[-9:]
@@ -261,7 +261,18 @@ def test_coordinates_say_where_things_are():
     assert sum(cell not in "#_" for row in board for cell in row) == len(things)
 
 
+def test_coordinates_alone_say_what_a_board_would():
+    options = {"rules": False, "width": 7, "height": 6, "boxes": 2}
+    shown = Sokoban(Sokoban.Config(show="coordinates", **options)).begin(3).messages[0]["content"].split()
+    board = Sokoban(Sokoban.Config(**options)).begin(3).messages[0]["content"].splitlines()
+    inside = {f"{board[row][column]}{row}{column}" for row in range(1, 5) for column in range(1, 6) if board[row][column] != "_"}
+    assert len(shown) == len(inside)
+    assert set(shown) == inside
+    assert any(place.startswith("#") for place in shown)
+    assert "You see: where things are" in Sokoban(Sokoban.Config(show="coordinates")).begin(3).messages[0]["content"]
+
+
 def test_coordinates_of_large_boards_are_set_apart():
-    env = Sokoban(Sokoban.Config(coordinates=True, width=12, height=12, rules=False))
+    env = Sokoban(Sokoban.Config(show="both", width=12, height=12, rules=False))
     board = env.begin(1).messages[0]["content"].splitlines()
     assert re.fullmatch(r"(\S\d+,\d+ ?)+", board[-1])

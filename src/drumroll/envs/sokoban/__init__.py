@@ -36,7 +36,8 @@ class Sokoban(BoardGame[Level]):
                 "player_on_target": "N",
             },
         }
-        scenery: ClassVar[frozenset[str]] = frozenset({"floor", "wall"})
+        ground: ClassVar[frozenset[str]] = frozenset({"floor"})
+        scenery: ClassVar[frozenset[str]] = frozenset({"wall"})
         width: Side = 6
         """Columns of a made level, with the walls around it."""
         height: Side = 6
