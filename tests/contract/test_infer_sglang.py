@@ -51,12 +51,8 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: st
         check_installed()
 
 
-def sglang_processes(owner: int) -> list[int]:
-    """Of that process, as they call themselves."""
-    try:
-        return [child.pid for child in psutil.Process(owner).children(recursive=True) if "sglang" in " ".join(child.cmdline())]
-    except psutil.NoSuchProcess:
-        return []
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 @needs_sglang
@@ -64,9 +60,8 @@ def test_an_engine_whose_process_dies_says_so_and_accepts_nothing_more(tmp_path:
     with engine(make_model(tmp_path, kind="sglang"), "sglang") as driver:
         driver.submit(*(ask(str(i), prompt_of(5), seed=i, max_new_tokens=240, stop_token_ids=()) for i in range(8)))
         driver.until(lambda: bool(driver.replies), wait_s=0.01)
-        scheduler = sglang_processes(os.getpid())
-        assert scheduler
-        os.kill(scheduler[0], signal.SIGKILL)
+        processes = driver.backend._engine.get_all_child_pids()  # type: ignore[attr-defined]
+        os.kill(processes[0], signal.SIGKILL)
         for reply in driver.gather(str(i) for i in range(8)):
             assert reply.finishes[0] in ("error", "stop", "length")
             assert ("the SGLang engine stopped" in reply.error) == (reply.finishes == ["error"])
@@ -74,7 +69,7 @@ def test_an_engine_whose_process_dies_says_so_and_accepts_nothing_more(tmp_path:
         assert "stopped" in driver.gather(["late"])[0].error
         with pytest.raises(WorkerError, match="stopped"):
             driver.update(1)
-    assert sglang_processes(os.getpid()) == []
+    assert alive(processes) == []
 
 
 @needs_sglang
@@ -87,8 +82,8 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 if __name__ == "__main__":
     from pathlib import Path
     from engine_driver import engine, make_model
-    with engine(make_model(Path({str(tmp_path / "model")!r}), kind="sglang"), "sglang"):
-        print("ready", flush=True)
+    with engine(make_model(Path({str(tmp_path / "model")!r}), kind="sglang"), "sglang") as driver:
+        print("ready", *driver.backend._engine.get_all_child_pids(), flush=True)
         time.sleep(100)
 """
     )
@@ -96,11 +91,11 @@ if __name__ == "__main__":
     assert owner.stdout is not None
     while "ready" not in (line := owner.stdout.readline()):
         assert line, "it ended before it was ready"
-    children = sglang_processes(owner.pid)
-    assert children
+    children = [int(pid) for pid in line.split()[1:]]
+    assert alive(children)
     owner.kill()
     owner.wait()
     end = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) for pid in children) and time.monotonic() < end:
+    while alive(children) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not any(psutil.pid_exists(pid) for pid in children)
+    assert alive(children) == []

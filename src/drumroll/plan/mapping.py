@@ -250,9 +250,7 @@ def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, layout:
         if node.kind != "gpu" or available is None or memory.total <= available * GIB:
             continue
         divided_by = devices_per_copy(role, len(devices), layout)
-        needs = (
-            f"{num_parameters / 1e9:.2f} billion parameters, divided by {divided_by}, need at least {memory.total / GIB:.1f} GiB of a GPU"
-        )
+        needs = f"{num_parameters / 1e9:.2f} billion parameters, divided by {divided_by}, need at least {memory.total / GIB:.1f} GiB"
         if node.memory_gib is not None and memory.total <= node.memory_gib * GIB:
             raise PlanError(
                 f"`devices.{role}`: {needs} of a GPU ({memory}), and GPU {device.local} of {node.title} has {available:.1f} GiB free "
