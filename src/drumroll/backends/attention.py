@@ -102,7 +102,7 @@ class PackedLayout:
         self.stretches = list(_stretches(length, start, device)) if self.max_length >= _LONG else []
         """Empty where no sequence is long."""
         self.source = None if source is None else source.to(device)
-        self.one_of_each = None if source is None else torch.from_numpy(np.unique(source.numpy(), return_index=True)[1]).to(device)
+        self.one_of_each = None if source is None else _one_of_each(source).to(device)
         """[U] where one copy of each of the model's tokens lies in the sequences; None where there is only one."""
         self.num_calls = 0
 
@@ -114,6 +114,14 @@ class PackedLayout:
                 f"through transformers' attention interface, so tokens of one sequence would reach another. "
                 f"Use a model whose layers all have causal attention, such as llama, qwen2, qwen3, gpt2 or gpt_neox."
             )
+
+
+def _one_of_each(source: Tensor) -> Tensor:
+    """[U] where the first of each number from 0 to U - 1 stands in `source` [T]."""
+    numbers = source.numpy()
+    found = np.empty(numbers.max() + 1, dtype=np.int64)
+    found[numbers[::-1]] = np.arange(len(numbers))[::-1]  # what is written last stays
+    return torch.from_numpy(found)
 
 
 def packed_attention(

@@ -88,6 +88,7 @@ def test_what_is_written_into_the_run_reads_back_the_same() -> None:
         ({"domains": {"words": {"sampling": {"temprature": 1}}}}, ["Did you mean 'temperature'?"]),
         ({**REPEATABLE, "domains": {"words": {"filters": ["all_equal"]}}}, ["`curriculum`", "filters"]),
         ({**REPEATABLE, "rewards": [JUDGE]}, ["`deterministic`", "'judge'"]),
+        ({**REPEATABLE, "engine": {"threads": 2}}, ["`deterministic`", "`engine.threads: 1`"]),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], parts: list[str]) -> None:

@@ -10,6 +10,7 @@ that its copies get add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -39,34 +40,31 @@ class Computed:
 
 
 def computed(batch: Batch, places: Tensor) -> Computed:
-    """The tokens without which nothing can be said at `places` [R]; both are on the CPU."""
-    tokens, start, where = batch.token_ids.numpy(), batch.offsets.numpy()[:-1], places.numpy()
-    owner = np.searchsorted(start, where, side="right") - 1
-    length = np.ones(len(start), dtype=np.int64)
-    np.maximum.at(length, owner, where - start[owner] + 1)
+    """The tokens without which nothing can be said at `places` [R], which ascend; both are on the CPU."""
+    tokens, bounds, where = batch.token_ids.numpy(), batch.offsets.numpy(), places.numpy()
+    start, asked_before = bounds[:-1], np.searchsorted(where, bounds)
+    num_asked = np.diff(asked_before)
+    length = np.ones(len(start), dtype=np.int64)  # of trajectories of which nothing is asked, one token
+    length[num_asked > 0] += where[asked_before[1:][num_asked > 0] - 1] - start[num_asked > 0]
     begin = np.cumsum(length) - length
     whole = np.repeat(start - begin, length) + np.arange(length.sum())
-    first = _first_copies(tokens, start, begin, length, whole)
-    rows = np.unique(first)
-    source = np.searchsorted(rows, first)
-    if len(rows) > len(whole) * (1 - WORTH_IT):
-        rows, source = whole, np.arange(len(whole))
-    asked = source[begin[owner] + where - start[owner]]
-    is_shared = len(rows) < len(whole)
-    return Computed(torch.from_numpy(rows), torch.from_numpy(asked), length.tolist(), torch.from_numpy(source) if is_shared else None)
+    place_in_whole = where + np.repeat(begin - start, num_asked)
+    standing_for = _representatives([tokens[at : at + size] for at, size in zip(start, length, strict=True)], begin)
+    is_own = standing_for == np.arange(len(whole))
+    if is_own.sum() > len(whole) * (1 - WORTH_IT):
+        return Computed(torch.from_numpy(whole), torch.from_numpy(place_in_whole), length.tolist(), None)
+    source = (np.cumsum(is_own) - 1)[standing_for]
+    return Computed(torch.from_numpy(whole[is_own]), torch.from_numpy(source[place_in_whole]), length.tolist(), torch.from_numpy(source))
 
 
-def _first_copies(
-    tokens: NDArray[np.int64], start: NDArray[np.int64], begin: NDArray[np.int64], length: NDArray[np.int64], whole: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[T] for each token, where in the batch the first one lies that has the same tokens before it. In the order of their texts, whatever
-    trajectories share they share with their neighbours."""
-    first = whole.copy()
-    texts = [tokens[at : at + size] for at, size in zip(start, length, strict=True)]
-    order = sorted(range(len(texts)), key=lambda number: texts[number].tolist())
+def _representatives(texts: Sequence[NDArray[np.int64]], begin: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[T] for each token of the texts, which lie end to end from `begin` on, where the one lies that stands for all that have the same
+    tokens before them. In the order of their bytes, whatever texts share they share with their neighbours."""
+    found = np.arange(sum(map(len, texts)))
+    order = sorted(range(len(texts)), key=lambda number: texts[number].tobytes())
     for before, number in pairwise(order):
         size = min(len(texts[before]), len(texts[number]))
         differs = texts[before][:size] != texts[number][:size]
         shared = int(differs.argmax()) if differs.any() else size
-        first[begin[number] : begin[number] + shared] = first[begin[before] : begin[before] + shared]
-    return first
+        found[begin[number] : begin[number] + shared] = found[begin[before] : begin[before] + shared]
+    return found
