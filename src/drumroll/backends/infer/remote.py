@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EXPERTS = frozenset({"qwen2_moe", "qwen3_moe", "olmoe"})
-"""Families whose experts are joined in transformers, and apart on disk, as packages expect them: `experts.<number>.<part>`."""
-
 BUCKET_BYTES = 256 * 2**20
 DEADLINE_S = 600.0
 
@@ -63,6 +60,8 @@ class RemoteEngine(InferBackend):
     package: ClassVar[str]
     """As people write it."""
     spans_devices: ClassVar[bool] = True
+    with_experts: ClassVar[frozenset[str]] = frozenset()
+    """Families of models with experts that were seen to compute the same as in transformers, where these are joined (see `on_disk`)."""
 
     def __init__(self, config: EngineConfig, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
         super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)
@@ -96,11 +95,10 @@ class RemoteEngine(InferBackend):
     @classmethod
     def refusal(cls, config: EngineConfig, facts: Mapping[str, Any]) -> str:
         family = str(facts.get("model_type"))
-        if any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")) and family not in EXPERTS:
-            return (
-                f"its experts' weights have other names in {cls.package} than in transformers, and those of '{family}' are not known here. "
-                f"With experts it serves {', '.join(sorted(EXPERTS))}"
-            )
+        has_experts = any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        if has_experts and family not in cls.with_experts:
+            known = ", ".join(sorted(cls.with_experts)) or "none"
+            return f"it has experts, and {cls.package} was not seen to take the weights of those of '{family}' as they are (of {known})"
         return ""
 
     # -- The contract, called from any thread
