@@ -122,8 +122,10 @@ def test_engines_span_as_many_devices_as_divide_their_heads(tp: int, said: str) 
 @pytest.mark.parametrize(
     ("kind", "changes", "engine", "said"),
     [
-        ("vllm", {"model_type": "mixtral", "num_local_experts": 8}, {}, "'mixtral' are not known here"),
-        ("vllm", {"model_type": "qwen3_moe", "num_experts": 8}, {}, ""),
+        ("vllm", {"model_type": "mixtral", "num_local_experts": 8}, {}, "it has experts"),
+        ("vllm", {"model_type": "qwen3_moe", "num_experts": 8}, {}, "it has experts"),
+        ("sglang", {"model_type": "mixtral", "num_local_experts": 8}, {}, "of qwen3_moe"),
+        ("sglang", {"model_type": "qwen3_moe", "num_experts": 8}, {}, ""),
         ("sglang", {"model_type": "mistral", "sliding_window": 1024}, {}, "made to see 1024 of them"),
         ("sglang", {"model_type": "mistral", "sliding_window": 1024}, {"context_tokens": 1024}, ""),
         ("sglang", {"model_type": "mistral", "sliding_window": None}, {}, ""),

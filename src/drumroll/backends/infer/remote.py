@@ -32,7 +32,6 @@ from drumroll.backends.infer.request import Request
 from drumroll.backends.lent import Lent
 from drumroll.config.models import EngineConfig
 from drumroll.errors import PluginError, WeightSyncError, WorkerError
-from drumroll.models.division import APART_IN_FILES
 from drumroll.models.loading import as_in_files
 from drumroll.types import Chunk, EngineLoad, FinishReason, GenRequest, RankInfo, Version
 
@@ -62,6 +61,8 @@ class RemoteEngine(InferBackend):
     package: ClassVar[str]
     """As people write it."""
     spans_devices: ClassVar[bool] = True
+    with_experts: ClassVar[frozenset[str]] = frozenset()
+    """Families of models with experts that were seen to compute the same as in transformers, where these are joined."""
 
     def __init__(self, config: EngineConfig, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
         super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)
@@ -95,11 +96,10 @@ class RemoteEngine(InferBackend):
     @classmethod
     def refusal(cls, config: EngineConfig, facts: Mapping[str, Any]) -> str:
         family = str(facts.get("model_type"))
-        if any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")) and family not in APART_IN_FILES:
-            return (
-                f"its experts' weights have other names in {cls.package} than in transformers, and those of '{family}' are not known here. "
-                f"With experts it serves {', '.join(sorted(APART_IN_FILES))}"
-            )
+        has_experts = any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        if has_experts and family not in cls.with_experts:
+            known = ", ".join(sorted(cls.with_experts)) or "none"
+            return f"it has experts, and {cls.package} was not seen to take the weights of those of '{family}' as they are (of {known})"
         return ""
 
     # -- The contract, called from any thread

@@ -73,6 +73,7 @@ class Sglang(RemoteEngine):
     config: Config
     package: ClassVar[str] = "SGLang"
     exact_resume: ClassVar[bool] = False
+    with_experts: ClassVar[frozenset[str]] = frozenset({"qwen3_moe"})
 
     def __init__(self, config: Config, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
         super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)
