@@ -35,6 +35,9 @@ from drumroll.types import Task
 EXIT_S = 5.0
 """A program whose session is over may take this long to come to its own end."""
 
+PIPE_S = 1.0
+"""How long the end of what an ended program has printed is waited for: a child that left its session may hold the pipe open."""
+
 TAIL_BYTES = 2000
 """Of what a program prints, so much is kept to explain its failure."""
 
@@ -119,6 +122,7 @@ async def _run(config: Agent.Config, order: Order, endpoint: Endpoint, key: str)
             os.killpg(process.pid, signal.SIGKILL)
         over.cancel()
         await asyncio.wait({exits})
+        await asyncio.wait({output}, timeout=PIPE_S)  # the pipe is closed when its end has been read
         output.cancel()
 
 
@@ -160,5 +164,5 @@ async def _tail(process: asyncio.subprocess.Process) -> bytes:
 
 async def _printed(output: asyncio.Task[bytes]) -> str:
     """What there is, once the program has ended. A child that it left behind may hold the pipe open: that one is not waited for."""
-    await asyncio.wait({output}, timeout=1.0)
+    await asyncio.wait({output}, timeout=PIPE_S)
     return output.result().decode(errors="replace").strip() if output.done() else ""
