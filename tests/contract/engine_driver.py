@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from drumroll.backends.infer.base import Bucket, InferBackend
 from drumroll.config.models import EngineConfig, ScratchConfig
+from drumroll.models.loading import as_in_files
 from drumroll.models.scratch import make_scratch
 from drumroll.registry import REGISTRY
 from drumroll.types import Chunk, GenRequest, RankInfo, Sampling, Version
@@ -61,8 +62,9 @@ def reference(folder: Path) -> Any:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights as a trainer sends them: each once, under the model's own name."""
-    return {name: tensor.detach() for name, tensor in reference(folder).named_parameters()}
+    """The weights as a trainer sends them: each once, under its name in the model's files."""
+    model = reference(folder)
+    return {name: tensor.detach() for name, tensor in as_in_files(model, dict(model.named_parameters())).items()}
 
 
 def bucketed(weights: dict[str, torch.Tensor], size: int = 3) -> Iterator[Bucket]:

@@ -313,7 +313,8 @@ def test_every_engine_takes_what_a_layout_gives(root: Path) -> None:
     from drumroll.backends.infer.checklist import Checklist
     from drumroll.backends.infer.native import Native
     from drumroll.backends.infer.native.runner import open_runner
-    from drumroll.backends.infer.vllm import Vllm, _describe
+    from drumroll.backends.infer.remote import _describe
+    from drumroll.backends.infer.vllm import Vllm
 
     case = "moe_ep4_tp2_cp2"
     saved = load_file(root / f"{case}.0.safetensors")

@@ -134,10 +134,11 @@ class LocalHost(Host):
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._worker: Any = None
         self._where = "a worker that has not started"
+        self._role, self._rank = "", -1
         self._info = HostInfo(NODE, "127.0.0.1", os.getpid())
 
     async def prepare(self, luggage: Luggage, role: str, rank: int) -> None:
-        self._where = seat(role, rank, NODE)
+        self._where, self._role, self._rank = seat(role, rank, NODE), role, rank
 
     async def start(self, target: str, rank: RankInfo, kwargs: Mapping[str, Any]) -> None:
         module, _, name = target.partition(":")

@@ -167,7 +167,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "parallel engines that cannot be": (
         {"parallel": {"actor_infer": {"tp": 2}}},
-        ["`parallel.actor_infer.tp` is 2, but", "engine.kind: vllm"],
+        ["`parallel.actor_infer.tp` is 2, but", "`engine.kind` to vllm or sglang"],
     ),
     "parallel rewards": ({"parallel": {"reward": {"tp": 2}}}, ["`parallel.reward.tp` is 2, but a reward worker computes by itself."]),
     "context parallel engines": ({"parallel": {"actor_infer": {"cp": 2}}}, ["`parallel.actor_infer.cp` is 2, but engines span devices by"]),

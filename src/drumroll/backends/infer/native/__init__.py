@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import Field, PositiveInt
 
 from drumroll.backends.infer.base import Bucket, Checksums, InferBackend
-from drumroll.backends.infer.desk import Desk
+from drumroll.backends.infer.desk import Desk, Limits
 from drumroll.backends.infer.request import Request
 from drumroll.config.models import EngineConfig
 from drumroll.errors import WeightSyncError, WorkerError
@@ -60,6 +60,7 @@ class Native(InferBackend):
     def __init__(self, config: Config, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
         super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)
         self._runner: Runner | None = None
+        self._limits: Limits | None = None
         self._thread: threading.Thread | None = None
         # Shared between threads, under the desk's lock.
         self._desk = Desk(model_folder, trust_remote_code=trust_remote_code)
@@ -86,12 +87,14 @@ class Native(InferBackend):
         from drumroll.backends.infer.native.runner import open_runner
 
         self._runner = open_runner(self.config, self.model_folder, self.dtype, rank.device, trust_remote_code=self.trust_remote_code)
+        self._limits = self._runner.limits
         self._thread = threading.Thread(target=self._compute, name="native-engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[GenRequest]) -> None:
+        assert self._limits is not None, "the engine is used before setup"
         with self._desk.changed:
-            accepted = self._desk.accept(requests, self._ready_runner.limits)
+            accepted = self._desk.accept(requests, self._limits)
             if accepted:
                 self._inbox.append(lambda: self._accept(accepted))
                 self._desk.changed.notify()
