@@ -75,10 +75,7 @@ class Desk:
         self._no_tokenizer = ""
 
     def accept(self, requests: Sequence[GenRequest], limits: Limits) -> list[Request]:
-        """Those that have something to compute. One that can never run, or was complete already, is finished here. Raises the reason once
-        nothing is accepted any more."""
-        if self.stopped is not None:
-            raise self.stopped
+        """Those that have something to compute. One that can never run, or was complete already, is finished here."""
         now = time.monotonic()
         accepted: list[Request] = []
         if any(request.sampling.stop for request in requests):
