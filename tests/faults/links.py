@@ -75,9 +75,10 @@ def cut_links() -> Iterator[Links]:
     """Environment workers of runs that are started inside of the block reach their engines through lines."""
     links = Links()
 
-    def connect(servers: Servers, rank: int) -> None:
-        engines = tuple(links.through(handle) for handle in servers._engines.handles)
-        servers._environments.on(rank, "connect", engines, ())
+    def connect(servers: Servers, *ranks: int) -> None:
+        for rank in ranks:
+            engines = tuple(links.through(handle) for handle in servers._engines.handles)
+            servers._environments.on(rank, "connect", engines, ())
 
     with patch.object(Servers, "_connect", connect):
         yield links

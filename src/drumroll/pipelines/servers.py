@@ -65,8 +65,7 @@ class Servers:
         """Ranks of engines that have them."""
         self._unannounced: set[int] = set()
         """Ranks of engines that have been replaced, and that environment workers do not know of."""
-        for rank in range(environments.world):
-            self._connect(rank)
+        self._connect(*range(environments.world))
         self.register(background=False)
         learners.started_anew = self._learners_changed
         self._ward: Ward = supervisor.guard(
@@ -164,10 +163,11 @@ class Servers:
 
     # Environment and reward workers.
 
-    def _connect(self, rank: int) -> None:
-        """Tell an environment worker where replies and rewards come from."""
+    def _connect(self, *ranks: int) -> None:
+        """Tell environment workers where replies and rewards come from."""
         rewards = self._rewards.handles if self._rewards is not None else ()
-        self._environments.on(rank, "connect", self._engines.handles, rewards)
+        for call in [self._environments.submit(rank, "connect", self._engines.handles, rewards) for rank in ranks]:
+            call.result(timeout=self._environments.deadline_s)
 
     def _environment_back(self, rank: int) -> None:
         self._connect(rank)
