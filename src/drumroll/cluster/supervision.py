@@ -152,14 +152,16 @@ class Supervisor:
         out: Callable[[int, WorkerError], None] = lambda rank, error: None,
         back: Callable[[int], None] | None = None,
         lost: Callable[[RoleLost], None] = lambda error: None,
+        silence_s: float | None = None,
         pulse_s: float | None = None,
         hint: str = "",
     ) -> Ward:
         """Watch every worker of a role from now on, and replace those that are lost if somebody waits for them to come `back`.
 
-        With `pulse_s` its workers have a method `pulse`, which must return within that time. `hint` says what else silence may mean."""
+        One that answers nothing for `silence_s` is lost, too; `supervision.silence_s` where that is not given. With `pulse_s` its workers
+        have a method `pulse`, which must return within that time. `hint` says what else silence may mean."""
         every_s = max(PING_EVERY_S, cluster.world / MAX_PINGS_PER_S)
-        silence_s = self._config.silence_s
+        silence_s = silence_s or self._config.silence_s
         checks = [Check(lambda handle: handle.ping(deadline_s=float("inf")), every_s, silence_s, "answered", hint)]
         if pulse_s is not None:
             checks.append(

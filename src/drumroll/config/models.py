@@ -805,7 +805,7 @@ class SupervisionConfig(Options):
     """What becomes of workers that die or fall silent (docs/faults.md)."""
 
     silence_s: Annotated[float, Field(ge=1.0)] = 10.0
-    """A worker that answers nothing for this long is taken for frozen: it is ended and replaced."""
+    """A worker that answers nothing for this long is taken for frozen: it is ended and replaced. Trainers have three times as long."""
     call_s: PositiveFloat = 3600.0
     """Trainers, critic, reference and teacher may take this long for one call, such as a step's updates; then they are taken for hung."""
     max_restarts: NonNegativeInt = 40

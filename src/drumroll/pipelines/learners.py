@@ -25,6 +25,10 @@ from drumroll.plan import Plan
 
 Outcome = TypeVar("Outcome")
 
+PATIENCE = 3.0
+"""Times as long as others these may be silent: whoever loads, compiles or writes a large model may be inside a library that lets nobody
+answer."""
+
 MAX_MEMORY_SHARE = 0.5
 """Of the object store, for two copies of the learners' state: the last one, and the one that takes its place."""
 
@@ -54,7 +58,11 @@ class Learners:
     def add(self, cluster: Cluster) -> None:
         """A role has been launched. From now on one of its workers that is frozen is ended, so that whoever calls it hears of it."""
         self._clusters[cluster.role] = cluster
-        self._wards[cluster.role] = self._supervisor.guard(cluster)
+        self._wards[cluster.role] = self._supervisor.guard(cluster, silence_s=self._silence_s)
+
+    @property
+    def _silence_s(self) -> float:
+        return PATIENCE * self._cfg.supervision.silence_s
 
     @property
     def learning(self) -> dict[str, Cluster]:
@@ -125,7 +133,7 @@ class Learners:
 
     def _loss_of(self, cluster: Cluster, error: WorkerError) -> WorkerError | None:
         """What a role has lost, if anything: a worker that is gone or silent, or one that has not answered a call in time."""
-        found = cluster.lost(self._cfg.supervision.silence_s)
+        found = cluster.lost(self._silence_s)
         if found:
             return next(iter(found.values()))
         if isinstance(error, DeviceMemoryError) and error.role == cluster.role:

@@ -71,7 +71,9 @@ def learners(in_memory: bool | str = True, max_restarts: int = 5, store_bytes: f
         supervision=SupervisionConfig(max_restarts=max_restarts),
         checkpoint=CheckpointConfig(in_memory=in_memory),  # type: ignore[arg-type]
     )
-    supervisor = SimpleNamespace(guard=lambda cluster: cluster, let_go=lambda ward: None, say=lambda kind, text: said.append(kind))
+    supervisor = SimpleNamespace(
+        guard=lambda cluster, **options: cluster, let_go=lambda ward: None, say=lambda kind, text: said.append(kind)
+    )
     session = SimpleNamespace(object_store_bytes=lambda: store_bytes)
     made: Any = Learners(
         cfg, session, supervisor, SimpleNamespace(roles=("actor_train",)), SimpleNamespace(grant=lambda role: nullcontext())

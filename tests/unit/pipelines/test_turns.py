@@ -67,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, pool: str, offload: bool) -> tuple
     }
     cfg = check_config(tree)
     assert isinstance(cfg, RlConfig)
-    supervisor = SimpleNamespace(guard=lambda cluster: None)
+    supervisor = SimpleNamespace(guard=lambda cluster, **options: None)
     fleet = Fleet(cfg, None, supervisor, make_plan(cfg, parse_pool(pool), ROLES), None, Path("model"))  # type: ignore[arg-type]
     fleet._start_together(trainers=lambda: fleet._trainers("actor_train", Path("model")), engines=lambda: fleet._engines(cfg))
     return log, fleet, at_once[1]
