@@ -1,7 +1,7 @@
 """How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
 
 python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
-                               [--tailed] [--trl-batch 64] [--set trainer.threads=2 engine.threads=2 ...]
+                               [--tailed] [--trl-batch 64] [--set trainer.threads=2 ...]
 
 Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
 update, with no reference and nothing stale. Replies end only by their length, which with `--tailed` has a long tail: the same lengths on
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from drumroll.bench.rl import Workload
 
-SETTINGS = ["trainer.threads=2", "engine.threads=2", "devices={actor_infer: [0]}"]
-"""Of drumroll on two cores, where trainer and engine take turns: each of them has both."""
+SETTINGS = ["trainer.threads=2"]
+"""Of drumroll on two cores, where trainer and engines take turns: a thread in each of two engines, two in the trainer."""
 
 WARM_UP = 2
 """Steps at the beginning that do not count."""

@@ -38,6 +38,9 @@ _LONG = 4096
 _NARROW = 32
 """Sequences up to this length share one bucket."""
 
+_SHORT = 64
+"""Tokens up to which a sequence is attended to faster by products of whole matrices, on the CPU, than by a kernel for long ones."""
+
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "alibi")
 """Arguments of attention functions that would change the result and are not supported here."""
 
@@ -245,15 +248,31 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, sca
     for bucket, *states in zip(packed.buckets, *by_bucket, strict=True):
         mask = None if window is None or window >= bucket.width else _window_mask(bucket.width, window, query.device)
         queries, keys, values = (_pad(part, bucket) for part in states)
-        grouped = query.shape[1] != key.shape[1]
-        attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
+        if bucket.width <= _SHORT and query.device.type == "cpu":
+            attended = _by_products(
+                queries, keys, values, _window_mask(bucket.width, bucket.width, query.device) if mask is None else mask, scale
+            )
+        else:
+            grouped = query.shape[1] != key.shape[1]
+            attended = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
         parts.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells))
     if ordered:
         return parts[0]
     output = torch.cat(parts)
     return torch.zeros_like(output).index_copy(0, packed.order, output)
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """[N, H, W, D] queries, [N, H_kv, W, D] keys and values, `mask` [W, W] → [N, H, W, D]. Query heads that share a key head are laid
+    behind one another, so that keys and values are never repeated."""
+    num_groups, width, head_dim = query.shape[1] // key.shape[1], *query.shape[2:]
+    queries = query.reshape(-1, num_groups * width, head_dim)
+    keys, values = (states.reshape(-1, *states.shape[2:]) for states in (key, value))
+    hidden = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf).repeat(num_groups, 1)
+    shares = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=head_dim**-0.5 if scale is None else scale).softmax(-1)
+    return torch.bmm(shares, values).view(query.shape)
 
 
 def _pad(states: Tensor, bucket: Bucket) -> Tensor:

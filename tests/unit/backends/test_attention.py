@@ -50,6 +50,25 @@ def test_long_sequences_one_by_one_give_what_packed_ones_give(monkeypatch: pytes
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_short_sequences_by_products_give_what_the_kernel_gives(
+    monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, window: int | None
+) -> None:
+    lengths = [3, 17, 40, 64]
+    layout = PackedLayout(lengths, CPU)
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(sum(lengths), heads, 8, generator=generator).requires_grad_() for heads in (4, num_kv_heads, num_kv_heads)]
+    weight = torch.randn(sum(lengths), 4, 8, generator=generator)
+    results = []
+    for short in (64, 0):
+        monkeypatch.setattr(attention, "_SHORT", short)
+        output = attention._padded(*states, layout, 0.3, window)
+        results.append((output, *torch.autograd.grad((output * weight).sum(), states)))
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_few_lengths_are_prepared_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
 

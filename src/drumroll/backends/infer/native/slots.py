@@ -44,6 +44,7 @@ from drumroll.backends.sampling import processed_logp, sample, uniform
 from drumroll.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from drumroll.backends.infer.base import Bucket, Checksums
     from drumroll.backends.infer.native import Native
     from drumroll.backends.infer.native.llama_folder import LlamaFolder
     from drumroll.backends.infer.request import Request
@@ -380,6 +381,11 @@ class SlotRunner(Runner):
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.weights()
+
+    def take_weights(self, buckets: Iterator[Bucket]) -> Checksums:
+        sums = super().take_weights(buckets)
+        self.model.renew()
+        return sums
 
     def sleep(self) -> None:
         """Give the device's memory back."""

@@ -32,6 +32,9 @@ class WholeModel:
     def weights(self) -> Mapping[str, Tensor]:
         return as_in_files(self._model, self._model.state_dict(keep_vars=True))
 
+    def renew(self) -> None:
+        """Weights have changed in place."""
+
     @torch.inference_mode(False)  # a parameter cannot be pointed at a tensor that was made in inference mode
     def to(self, device: torch.device) -> None:
         self._model.to(device)
