@@ -1,6 +1,6 @@
 """The chaos suite: whole runs through real Ray under faults that go on for minutes, each against what must hold.
 
-    python tests/faults/chaos.py FOLDER [--minutes 10] [--only kills,busy,...]
+    python tests/faults/chaos.py FOLDER [--minutes 12] [--only kills,busy,...]
 
     kills    an engine is killed 20 times: idle, generating, syncing, starting
              no sample lost or duplicated; noticed within 2 s, serving again within 15 s; at most 1.3 times the clean time
@@ -247,7 +247,7 @@ def _made(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of the clean run that kills are compared with")
+    parser.add_argument("--minutes", type=float, default=12.0, help="of the clean run that kills are compared with")
     parser.add_argument("--only", default=",".join(SUITE))
     arguments = parser.parse_args()
     failed = []

@@ -16,6 +16,7 @@ must not look like one whose workers are frozen.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -35,11 +36,11 @@ MAX_PINGS_PER_S = 500
 """Of one role: the workers of a large one are asked less often."""
 TICK_S = 0.5
 """Silence is counted in bites of at most twice this long."""
-FIRST_PAUSE_S = 0.25
+FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-"""Before a worker is replaced; each further loss of its role within a short time doubles it."""
-CALM_S = 60.0
-"""A role without a loss for this long begins with the first pause again."""
+"""Before a worker is replaced that was lost soon after it had come up, or did not come up at all; doubled as long as that goes on."""
+CALM_S = 10.0
+"""A worker that was up for this long is replaced at once."""
 MAX_LAUNCHES = 16
 """Workers that are replaced at the same time."""
 
@@ -51,19 +52,28 @@ class Budget:
         self._config = config
         self._clock = clock
         self._spent: deque[float] = deque()
-        self._pause_s = FIRST_PAUSE_S
+        self._pauses: dict[int, float] = {}
+        """By rank: the last one."""
+        self._up_since: dict[int, float | None] = {}
+        """By rank that was replaced; None while it is on its way."""
 
-    def spend(self) -> float | None:
+    def spend(self, rank: int = 0) -> float | None:
         """Take one restart; how long to wait before it, or None where there is none left."""
         now = self._clock()
         while self._spent and self._spent[0] <= now - self._config.window_s:
             self._spent.popleft()
         if len(self._spent) >= self._config.max_restarts:
             return None
-        is_calm = not self._spent or now - self._spent[-1] > CALM_S
-        self._pause_s = FIRST_PAUSE_S if is_calm else min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        up_since = self._up_since.get(rank, -math.inf)
+        is_calm = up_since is not None and now - up_since >= CALM_S
+        self._pauses[rank] = 0.0 if is_calm else min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pauses.get(rank, 0.0)))
+        self._up_since[rank] = None
         self._spent.append(now)
-        return self._pause_s
+        return self._pauses[rank]
+
+    def is_up(self, rank: int = 0) -> None:
+        """What took its place has come up."""
+        self._up_since[rank] = self._clock()
 
     def __str__(self) -> str:
         return f"{self._config.max_restarts} within {self._config.window_s:g} s (`supervision.max_restarts`, `supervision.window_s`)"
@@ -241,7 +251,7 @@ class Supervisor:
         self._send_for_another(ward, rank, error)
 
     def _send_for_another(self, ward: Ward, rank: int, error: WorkerError) -> None:
-        pause_s = ward.budget.spend()
+        pause_s = ward.budget.spend(rank)
         if pause_s is None:
             self._give_up(ward, rank, error, f"restarts are used up: {ward.budget}")
             return
@@ -265,6 +275,7 @@ class Supervisor:
                 self._loop.call_soon_threadsafe(self._send_for_another, ward, rank, failed)
             return
         self.say("worker replaced", f"{handle.where}: up again after {time.monotonic() - began:.1f} s.")
+        ward.budget.is_up(rank)
         ward.away.discard(rank)
         self._watch(ward, rank)
         try:

@@ -114,6 +114,7 @@ class Learners:
             cluster.relaunch()
             if role in self._halved:
                 cluster.all("halve_micro_batches")
+        budget.is_up()
         self.add(cluster)
         self.started_anew(role)
 

@@ -223,17 +223,32 @@ def test_a_watcher_that_was_asleep_itself_blames_nobody() -> None:
 
 
 class TestBudget:
-    def test_pauses_grow_while_losses_follow_each_other_and_begin_anew_after_calm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.25)
+    @pytest.fixture(autouse=True)
+    def usual_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.5)
+
+    def test_a_worker_that_does_not_come_up_is_waited_for_ever_longer(self) -> None:
         now = [0.0]
         budget = Budget(SupervisionConfig(max_restarts=100), clock=lambda: now[0])
         pauses = []
         for _ in range(9):
             pauses.append(budget.spend())
-            now[0] += 1.0
-        assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-        now[0] += supervision.CALM_S
-        assert budget.spend() == 0.25
+            now[0] += 100.0
+        assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+    def test_one_that_was_up_for_a_while_is_replaced_at_once(self) -> None:
+        now = [0.0]
+        budget = Budget(SupervisionConfig(max_restarts=100), clock=lambda: now[0])
+        pauses = []
+        for lived_s in (1.0, 1.0, 60.0, 1.0):
+            pauses.append(budget.spend())
+            budget.is_up()
+            now[0] += lived_s
+        assert [*pauses, budget.spend()] == [0.0, 0.5, 1.0, 0.0, 0.5]
+
+    def test_workers_that_are_lost_together_do_not_wait_for_one_another(self) -> None:
+        budget = Budget(SupervisionConfig(max_restarts=100), clock=lambda: 0.0)
+        assert [budget.spend(rank) for rank in range(8)] == [0.0] * 8
 
     def test_only_a_window_counts(self) -> None:
         now = [0.0]
