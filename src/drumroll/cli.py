@@ -64,6 +64,26 @@ def resume(
     resume(run, overrides or (), changed or ())
 
 
+@app.command(name="eval")
+def evaluate(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="CONFIG...|RUN [KEY=VALUE...]", help="YAML files as for `train`, or the folder of a run; then overrides."),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="In place of the config's model or the run's: a folder, a hub id, or the folder of a run.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist. runs/<name>-eval-<time> otherwise.")] = None,
+) -> None:
+    """Play the held-out tasks with a model as it is, sampled and greedy, without training."""
+    from drumroll.pipelines.start import config_of, with_model
+    from drumroll.pipelines.start import evaluate as evaluate_model
+
+    run = next((text for text in inputs if "=" not in text and Path(text).is_dir()), None)
+    cfg = _config(inputs) if run is None else config_of(run, [text for text in inputs if text != run])
+    evaluate_model(cfg if model is None else with_model(cfg, model), out)
+
+
 @app.command()
 def replay(run: RunPath, step: Annotated[int, typer.Option(help="Step of RL to train again.", min=1)]) -> None:
     """Train a step again from its stored trajectories, without engines, and compare with what was recorded."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 
-from ray.cluster_utils import Cluster as SimulatedCluster
+from two_nodes import two_nodes
 
 from drumroll.cluster.cluster import Cluster
 from drumroll.cluster.session import Session
@@ -17,16 +15,8 @@ from drumroll.types import Version
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="two-nodes-") as folder:
-        os.environ["RAY_TMPDIR"] = folder  # where the simulation notes its address; it expects the folder to exist
-        os.mkdir(f"{folder}/ray")
-        head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": f"{folder}/a"}
-        simulated = SimulatedCluster(initialize_head=True, head_node_args=head)
-        try:
-            simulated.add_node(num_cpus=3, labels={"gpu": "L40S"}, temp_dir=f"{folder}/b")
-            print(json.dumps(join(simulated.address)))
-        finally:
-            simulated.shutdown()
+    with two_nodes(num_cpus=3, labels={"gpu": "L40S"}) as (simulated, _):
+        print(json.dumps(join(simulated.address)))
 
 
 def join(address: str) -> dict[str, object]:

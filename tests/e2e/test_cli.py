@@ -19,7 +19,9 @@ from tiny import tiny_tree
 from transformers import AutoModelForCausalLM
 
 from drumroll import cli
+from drumroll.record.files import read_lines
 from drumroll.record.folder import RunFolder
+from drumroll.record.report import read_summary
 from drumroll.record.store import Filter, Reader
 from drumroll.registry import REGISTRY, Entry, require
 from drumroll.workers.demonstrations import Demonstrations
@@ -218,6 +220,33 @@ class TestAfterARun:
         assert command("check", first.config_file).startswith("ok: 40 training tasks, 20 held-out tasks, 3 steps")
 
 
+class TestEvaluation:
+    def test_a_runs_model_scores_what_it_scored_at_the_runs_end(self, first: RunFolder, tmp_path: Path, command: Command) -> None:
+        shown = command("eval", first.root, "--out", tmp_path / "again")
+        again = read_summary(RunFolder.open(tmp_path / "again"))
+        assert again["evaluation"] == read_summary(first)["after"]
+        assert f"{again['evaluation']['sampled']:.3f}" in shown
+        assert not (tmp_path / "again" / "model").exists()
+        assert "eval" in command("show", tmp_path / "again", "--phase", "eval")
+        assert "holds an evaluation" in command("resume", tmp_path / "again", code=2)
+
+    def test_another_model_with_a_config(self, first: RunFolder, tmp_path: Path, command: Command) -> None:
+        config = write_config(tmp_path, rollout={"sampling": {"max_new_tokens": 2}})
+        command("eval", config, "eval.num_tasks=4", "--model", first.root, "--out", tmp_path / "one")
+        samples = read_lines(RunFolder.open(tmp_path / "one").eval_file)[0]
+        assert samples["stage"] == "evaluation"
+        assert samples["sampled_rollout/num_samples"] == 4.0
+        assert samples["sampled_rollout/new_tokens_max"] <= 2.0
+
+    def test_what_cannot_be_evaluated_is_said_before_anything_starts(self, tmp_path: Path, command: Command) -> None:
+        config = write_config(tmp_path)
+        assert "no held-out tasks" in command("eval", config, "data.heldout=null", "--out", tmp_path / "out", code=2)
+        assert "no final model" in command("eval", tmp_path, "--out", tmp_path / "out", code=2)
+        (tmp_path / "empty").mkdir()
+        assert "holds no run" in command("eval", tmp_path / "empty", "--out", tmp_path / "out", code=2)
+        assert not (tmp_path / "out").exists()
+
+
 class TestWithoutARun:
     def test_list_names_everything(self, command: Command) -> None:
         shown = command("list")
@@ -252,5 +281,5 @@ class TestWithoutARun:
         assert not (tmp_path / "run").exists()
 
     def test_help(self, command: Command) -> None:
-        for name in ("train", "check", "plan", "export", "show", "list"):
+        for name in ("train", "eval", "check", "plan", "export", "show", "list"):
             assert name in command("--help", code=0)

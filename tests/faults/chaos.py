@@ -57,6 +57,7 @@ def tree(folder: Path, **changes: Any) -> dict[str, Any]:
         "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "sampling": {"max_new_tokens": 32}},
         "devices": {"actor_train": 0, "actor_infer": [0, 1]},
         "ray": {"cpu_slots": 2},
+        "trainer": {"lr": 1e-5},  # or a policy that has settled on one reply soon has nothing to learn from any more
         "checkpoint": {"every_s": 3600.0},
     }
     return tiny_tree(folder, **merge(base, changes))

@@ -29,7 +29,7 @@ class Evaluator:
         is_due = step in (0, self._cfg.max_steps) or (every > 0 and step % every == 0)
         if not self._tasks or not is_due or keeper.progress.evaluated >= step:
             return
-        results = self._run("eval", step, keeper.version(step))
+        results = self.run("eval", step, keeper.version(step))
         with keeper.turn():
             self._rec.log_evaluation(step, results)
             keeper.progress.evaluated = step
@@ -39,9 +39,10 @@ class Evaluator:
         step = self._cfg.max_steps
         version = keeper.version(step + 1)
         self._fleet.push(version)
-        self._rec.log_evaluation(step, self._run("comparison", step, version), comparison=True)
+        self._rec.log_evaluation(step, self.run("comparison", step, version), stage="comparison")
 
-    def _run(self, label: str, step: int, version: Version) -> Mapping[str, Sequence[SampleInfo]]:
+    def run(self, label: str, step: int, version: Version) -> Mapping[str, Sequence[SampleInfo]]:
+        """Samples by mode, of weights that the engines have."""
         with self._rec.stage(f"evaluating on {len(self._tasks)} held-out tasks"), self._rec.phase("evaluate"):
             return {mode: self._mode(label, step, version, mode) for mode in ("sampled", "greedy")}
 

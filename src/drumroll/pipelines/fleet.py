@@ -30,7 +30,7 @@ from drumroll.errors import CheckpointError, DrumrollError, ModelError, WorkerEr
 from drumroll.hub import resolve_folder
 from drumroll.life import Departure, Span
 from drumroll.models.prepare import prepare_model, resolve_dtype, resolve_model
-from drumroll.pipelines.job import PreferenceJob, RlJob, SftJob
+from drumroll.pipelines.job import EvalJob, PreferenceJob, RlJob, SftJob
 from drumroll.pipelines.learners import Learners
 from drumroll.pipelines.servers import Servers, leaving, tell
 from drumroll.plan import Placement, Plan, Stage, make_plan
@@ -172,18 +172,38 @@ class Fleet:
         demonstrations = self._demonstrations(cfg.warmup, cfg) if cfg.warmup else None
         algo = cfg.algo.model_dump(mode="json")
         budget = _longest_reply(cfg)
-        pooled = {"rewards": lambda: self._rewards(cfg)} if self._plan.workers("reward") else {}
         self._start_together(
             trainers=lambda: self._trainers("actor_train", self._model_folder, algo=algo, distill=_soft_targets(cfg.warmup)),
-            engines=lambda: self._engines(cfg),
-            environments=lambda: self._environments(cfg),
+            **self._those_who_serve(cfg),
             assembler=lambda: self._assembler(
                 demonstrations=demonstrations, algo=algo, constant_length=budget, **self._critic_targets(cfg)
             ),
-            recorder=lambda: self._helper("recorder", LOCAL, "drumroll.workers.recorder:RecorderWorker", folder=str(self._folder.store)),
-            **pooled,
             **self._teachers(cfg.teacher),
         )
+        self._open_service(cfg, stack)
+
+    def start_evaluation(self, cfg: RlConfig, stack: ExitStack) -> None:
+        """Those who generate, play and judge, and who reads the model's weights for the engines in place of trainers."""
+        node = self._plan.workers("actor_infer")[0].node
+        source = self._model("actor_infer", self._model_folder)
+        self._start_together(
+            trainers=lambda: self._helper("reader", node, "drumroll.workers.reader:ReaderWorker", **source),
+            **self._those_who_serve(cfg),
+        )
+        self._open_service(cfg, stack)
+
+    def _those_who_serve(self, cfg: RlConfig) -> dict[str, Callable[[], Cluster]]:
+        """How they are launched, and who writes down what they do."""
+        recorder = "drumroll.workers.recorder:RecorderWorker"
+        pooled = {"rewards": lambda: self._rewards(cfg)} if self._plan.workers("reward") else {}
+        return {
+            "engines": lambda: self._engines(cfg),
+            "environments": lambda: self._environments(cfg),
+            "recorder": lambda: self._helper("recorder", LOCAL, recorder, folder=str(self._folder.store)),
+            **pooled,
+        }
+
+    def _open_service(self, cfg: RlConfig, stack: ExitStack) -> None:
         if self.rewards is not None:
             self.rewards.all("open")
         rollout = cfg.rollout
@@ -774,7 +794,7 @@ def _register(folder: RunFolder, worker: Handle) -> None:
 
 
 @contextmanager
-def launch(job: RlJob | SftJob | PreferenceJob, folder: RunFolder, rec: Recorder) -> Iterator[Fleet]:
+def launch(job: RlJob | EvalJob | SftJob | PreferenceJob, folder: RunFolder, rec: Recorder) -> Iterator[Fleet]:
     """Start Ray and every worker; end all of them when the block ends, however it ends."""
     cfg = job.cfg
     with ExitStack() as stack:
@@ -784,7 +804,9 @@ def launch(job: RlJob | SftJob | PreferenceJob, folder: RunFolder, rec: Recorder
             plan = make_plan(cfg, session.pool(), job.roles)
             supervisor = stack.enter_context(Supervisor(cfg.supervision, partial(_tell_incident, folder, rec), partial(_register, folder)))
             fleet = Fleet(cfg, session, supervisor, plan, folder, model.result())
-            if isinstance(cfg, RlConfig):
+            if isinstance(job, EvalJob):
+                fleet.start_evaluation(job.cfg, stack)
+            elif isinstance(cfg, RlConfig):
                 fleet.start_rl(cfg, stack)
             elif isinstance(cfg, PreferenceRunConfig):
                 fleet.start_preference(cfg)

@@ -37,6 +37,7 @@ from drumroll.models.division import problems
 from drumroll.models.folder import CLASSIFIER_ENDING, check_classifier_folder, check_folder
 from drumroll.models.prepare import check_model, resolve_model
 from drumroll.models.scratch import scratch_vocabulary
+from drumroll.plan.cost import TRAINER_ROLES
 from drumroll.plan.mapping import HOST_ROLES, make_plan
 from drumroll.plan.placement import Plan
 from drumroll.plan.pool import Pool, local_pool, parse_pool
@@ -64,6 +65,16 @@ class RlJob:
     def describe(self) -> str:
         roles = ", ".join(self.roles)
         return f"{_count(self.tasks)} training tasks, {_count(self.heldout)} held-out tasks, {self.cfg.max_steps} steps, roles {roles}"
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """Everything that an evaluation needs before workers start: no tasks to train on, and nobody who learns."""
+
+    cfg: RlConfig
+    heldout: Mapping[str, Sequence[Task]]
+    """By domain."""
+    roles: tuple[Role, ...]
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,26 @@ def prepare(cfg: RunConfig) -> Job:
         plan = make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles)
         job = replace(job, notes=_notes(cfg, plan))
     return job
+
+
+def prepare_evaluation(cfg: RunConfig) -> EvalJob:
+    """The same of an evaluation, which takes a config of RL."""
+    if not isinstance(cfg, RlConfig):
+        raise ConfigError("only a config of `pipeline: rl` says how replies are judged. Evaluate with such a one.")
+    check_sinks(cfg.record)
+    check_model(cfg.model)
+    _check_parallel(cfg)
+    _check_engine(cfg)
+    needs = {name: _needs(domain) for name, domain in cfg.mixture.items()}
+    heldout = _load(cfg, needs, "heldout", lambda data: data.heldout)
+    if not any(heldout.values()):
+        raise DataError("there are no held-out tasks to evaluate on. Name some: data.heldout.path=FILE")
+    for name, domain in cfg.mixture.items():
+        _check_tasks(domain, heldout[name])
+    roles = tuple(role for role in roles_of(cfg) if role not in TRAINER_ROLES)
+    if cfg.ray.address is None:
+        make_plan(cfg, local_pool(cfg.ray.cpu_slots), roles)
+    return EvalJob(cfg, heldout, roles)
 
 
 def _notes(cfg: RunConfig, plan: Plan) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""From a checked config to a finished run: prepare, make the run folder, run the pipeline. And from a cut-off run to a finished one."""
+"""From a checked config to a finished run: prepare, make the run folder, run the pipeline. And from a cut-off run to a finished one.
+
+An evaluation is a run without training: its folder has no checkpoints and no model, and is not resumed."""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ from rich.console import Console
 
 from drumroll.config.load import apply_override, check_config, named_kinds
 from drumroll.config.models import RunConfig
-from drumroll.errors import ConfigError
+from drumroll.errors import ConfigError, RunFolderError
 from drumroll.pipelines import preference, rl, sft
-from drumroll.pipelines.job import Job, PreferenceJob, RlJob, prepare
+from drumroll.pipelines.evaluate import Evaluator
+from drumroll.pipelines.fleet import launch
+from drumroll.pipelines.job import Job, PreferenceJob, RlJob, prepare, prepare_evaluation
 from drumroll.pipelines.keeper import Incarnation
 from drumroll.record.checkpoint import CheckpointStore
+from drumroll.record.files import write_json
 from drumroll.record.folder import RunFolder
 from drumroll.record.metrics import rewind
+from drumroll.record.recorder import Recorder
 from drumroll.registry import REGISTRY
+from drumroll.types import Version
 
 
 def start(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
@@ -33,6 +40,40 @@ def start(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
     return folder
 
 
+def evaluate(cfg: RunConfig, out: str | Path | None = None) -> RunFolder:
+    """Play the held-out tasks of a config of RL with its model, as it is; returns the evaluation's folder, `out` or a new one."""
+    job = prepare_evaluation(cfg)
+    folder = RunFolder.claim(out, f"{cfg.name}-eval")
+    with folder.lock():
+        folder.save_config(cfg.model_dump(mode="json"))
+        folder.save_plugins(_plugin_sources(cfg))
+        write_json(folder.evaluated_file, {"model": cfg.model.path or "from scratch"})
+        with Recorder(cfg, folder) as rec, launch(job, folder, rec) as fleet:
+            version = Version(folder.begin_incarnation(resumed_from=""), 0)
+            fleet.push(version)
+            rec.log_evaluation(0, Evaluator(job.cfg, job.heldout, fleet, rec).run("eval", 0, version), stage="evaluation")
+    return folder
+
+
+def with_model(cfg: RunConfig, model: str) -> RunConfig:
+    """The config with another model, which is there already: a folder, a hub id, or a run, whose final model that is."""
+    path = Path(model).expanduser()
+    if (path / RunFolder(path).config_file.name).is_file():
+        model = str(RunFolder.open(path).trained_model())
+    tree = cfg.model_dump(mode="json")
+    kept = {name: value for name, value in tree["model"].items() if name not in ("path", "revision", "scratch")}
+    return check_config({**tree, "model": {**kept, "path": model}})
+
+
+def config_of(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a finished run, with its final model, and what `overrides` change in it."""
+    folder = RunFolder.open(path)
+    tree = with_model(check_config(folder.config()), str(folder.root)).model_dump(mode="json")
+    for override in overrides:
+        apply_override(tree, override)
+    return check_config(tree)
+
+
 def resume(path: str | Path, overrides: Sequence[str] = (), changed_files: Collection[str] = ()) -> RunFolder:
     """Go on with a run from its newest good checkpoint, to the end.
 
@@ -40,6 +81,8 @@ def resume(path: str | Path, overrides: Sequence[str] = (), changed_files: Colle
     (`trainer.lr=1e-4`); a plugin file that has changed, unless `changed_files` names it."""
     folder = RunFolder.open(path)
     say = Console(stderr=True, soft_wrap=True, highlight=False).print
+    if folder.evaluated_file.exists():
+        raise RunFolderError(f"'{folder.root}' holds an evaluation, which has no state to go on from. Evaluate again: drumroll eval")
     with folder.lock():
         if folder.summary_file.exists():
             say(f"{folder.root} is finished: there is nothing left to do.")

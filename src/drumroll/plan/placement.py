@@ -14,7 +14,7 @@ from drumroll.plan.pool import Device, Kind
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
-Helper = Literal["assembler", "recorder"]
+Helper = Literal["assembler", "recorder", "reader"]
 """Workers that compute on no device and stand in no plan."""
 
 STAGE_ROLES: dict[Stage, tuple[Role, ...]] = {

@@ -14,6 +14,7 @@
           eval.superseded.jsonl
           wandb_id                     the run's name at Weights & Biases
           curve.png, summary.json      what the end prints
+          evaluated.json               which model it was, in the folder of an evaluation
           .lock                        held, with its process id, by the process that works on the run
 
 Files are written whole (see `record.files`); any other name that begins with a dot is a draft that a crash left behind.
@@ -129,6 +130,10 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def evaluated_file(self) -> Path:
+        return self.root / "evaluated.json"
+
+    @property
     def incarnations_file(self) -> Path:
         return self.root / "incarnations.jsonl"
 
@@ -180,6 +185,15 @@ class RunFolder:
             lines.append({"number": number, "time": time.time(), "resumed_from": resumed_from})
             lines.sync()
         return number
+
+    def trained_model(self) -> Path:
+        """The final model, which a run has that has come to its end."""
+        if not self.final_model.is_dir():
+            raise RunFolderError(
+                f"'{self.root}' has no final model: the run has not come to its end. Write one of its checkpoints as a folder, and give "
+                f"that: drumroll export {self.root} FOLDER"
+            )
+        return self.final_model
 
     def register_worker(self, role: str, rank: int, node: str, pid: int) -> None:
         """Note which process does whose work; of several lines for one rank the last one holds."""

@@ -31,8 +31,8 @@ HELDOUT_LOSS = "heldout_loss"
 PREFERENCE_ACCURACY = "preference/accuracy"
 HELDOUT_ACCURACY = "heldout_accuracy"
 
-EvalStage = Literal["before", "during", "after", "comparison"]
-"""When an evaluation took place. comparison: of the model that spent the same compute on more SFT."""
+EvalStage = Literal["before", "during", "after", "comparison", "evaluation"]
+"""When an evaluation took place. comparison: of the model that spent the same compute on more SFT. evaluation: without any training."""
 
 
 class Sink(Protocol):

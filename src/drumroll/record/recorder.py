@@ -181,17 +181,19 @@ class Recorder:
         self._view.advance(len(updates))
         self._watch_numbers(f"update {first_update} on {rows}", updates)
 
-    def log_evaluation(self, step: int, samples: Mapping[str, Sequence[SampleInfo]], *, comparison: bool = False) -> None:
-        """Results on the held-out tasks by mode; as success where the task knows it, as mean reward otherwise."""
+    def log_evaluation(self, step: int, samples: Mapping[str, Sequence[SampleInfo]], *, stage: EvalStage | None = None) -> None:
+        """Results on the held-out tasks by mode; as success where the task knows it, as mean reward otherwise. Before, during or after RL
+        unless `stage` says something else."""
         scores = {
             name: value for mode, of_mode in samples.items() for name, value in scores_by_domain(mode, of_mode, self._domains).items()
         }
-        stage: EvalStage = "comparison" if comparison else "before" if step == 0 else "after" if step == self._steps else "during"
+        if stage is None:
+            stage = "before" if step == 0 else "after" if step == self._steps else "during"
         extra = {f"{mode}_{name}": value for mode, of_mode in samples.items() for name, value in sample_metrics(of_mode).items()}
         self._scores[stage] = scores
         self._last_score = scores.get("sampled")
         self._metrics.log_evaluation(stage, step, {**scores, **extra})
-        if not comparison:
+        if stage != "comparison":
             self._view.evaluation(step, scores.get("sampled"), scores.get("greedy"))
 
     def log_heldout(self, step: int, scores: Scores, details: Mapping[str, float] | None = None, *, last: bool) -> None:
@@ -292,13 +294,15 @@ class Recorder:
             before=self._scores.get("before", {}),
             after=self._scores.get("after", {}),
             comparison=self._scores.get("comparison", {}),
+            evaluation=self._scores.get("evaluation", {}),
             quarantined=self._quarantined,
             details={"seed": self._cfg.seed},
         )
-        from drumroll.record.curve import draw_curve  # matplotlib, which nothing needs before the end
-
         write_summary(self.folder, summary)
-        draw_curve(self.folder)
+        if not summary.evaluation:
+            from drumroll.record.curve import draw_curve  # matplotlib, which nothing needs before the end
+
+            draw_curve(self.folder)
         transcripts = []
         if "sampled" in summary.before and "sampled" in summary.after:
             with Reader(self.folder.store) as reader:

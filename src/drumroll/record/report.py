@@ -36,13 +36,15 @@ class Summary:
     after: Scores = field(default_factory=dict)
     comparison: Scores = field(default_factory=dict)
     """On the held-out tasks, when RL's compute is spent on more SFT instead."""
+    evaluation: Scores = field(default_factory=dict)
+    """On the held-out tasks, where nothing was trained."""
     quarantined: Mapping[str, str] = field(default_factory=dict)
     """Tasks that always failed, and why."""
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        names = ("name", "steps", "before", "after", "comparison", "quarantined", "seconds", "tokens")
-        seldom = ("comparison", "quarantined")
+        names = ("name", "steps", "before", "after", "comparison", "evaluation", "quarantined", "seconds", "tokens")
+        seldom = ("comparison", "evaluation", "quarantined", *(("steps", "before", "after") if self.evaluation else ()))
         return {**{name: getattr(self, name) for name in names if name not in seldom or getattr(self, name)}, **self.details}
 
 
@@ -76,10 +78,10 @@ def pick_transcripts(reader: Reader, before: int, after: int, count: int = 3) ->
 def print_report(console: Console, folder: RunFolder, summary: Summary, transcripts: Sequence[Transcript] = ()) -> None:
     """The before/after table, sample transcripts, and where everything lies."""
     console.print()
-    if summary.before or summary.after:
+    if summary.before or summary.after or summary.evaluation:
         console.print(Text("On held-out tasks", style="bold"))
         console.print(score_table(summary))
-        if any("/" in name for name in summary.after):
+        if any("/" in name for name in summary.after or summary.evaluation):
             console.print(domain_table(summary))
     if transcripts:
         console.print(Text("The same held-out tasks before and after", style="bold"))
@@ -95,12 +97,15 @@ def print_report(console: Console, folder: RunFolder, summary: Summary, transcri
 
 
 def score_table(summary: Summary) -> Table:
-    """Before, after, and what the same compute gave as more SFT, where that was tried."""
-    names = [name for name in summary.after or summary.before if "/" not in name]
+    """Before, after, and what the same compute gave as more SFT, where that was tried; or the one evaluation that there was."""
+    names = [name for name in summary.after or summary.before or summary.evaluation if "/" not in name]
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
+    if summary.evaluation:
+        table.add_row("score", *(_score(summary.evaluation, name) for name in names), style="bold")
+        return table
     table.add_row("before", *(_score(summary.before, name) for name in names))
     table.add_row("after", *(_score(summary.after, name, summary.before) for name in names), style="bold")
     if summary.comparison:
@@ -110,16 +115,17 @@ def score_table(summary: Summary) -> Table:
 
 def domain_table(summary: Summary) -> Table:
     """The same for each domain."""
-    columns = {"before": summary.before, "after": summary.after, "same compute as more SFT": summary.comparison}
+    trained = {"before": summary.before, "after": summary.after, "same compute as more SFT": summary.comparison}
+    columns = {"score": summary.evaluation} if summary.evaluation else trained
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for title, scores in columns.items():
         if scores:
             table.add_column(title, justify="right")
-    for name in (name for name in summary.after if "/" in name):
+    for name in (name for name in summary.after or summary.evaluation if "/" in name):
         mode, _, domain = name.partition("/")
-        base = {"before": None, "after": summary.before, "same compute as more SFT": summary.before}
-        table.add_row(f"{domain}, {mode}", *(_score(scores, name, base[title]) for title, scores in columns.items() if scores))
+        base = {"after": summary.before, "same compute as more SFT": summary.before}
+        table.add_row(f"{domain}, {mode}", *(_score(scores, name, base.get(title)) for title, scores in columns.items() if scores))
     return table
 
 
