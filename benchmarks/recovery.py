@@ -29,6 +29,8 @@ from drumroll.record.files import read_lines
 
 Way = Literal["role", "job"]
 PATIENCE_S = 300.0
+CALM_S = 12.0
+"""From the end of one recovery to the next death: whoever is lost sooner is taken for one that cannot stay up, and waited with."""
 RECIPE = (
     "recipes/quickstart.yaml",
     "warmup=null",
@@ -90,7 +92,7 @@ def recovery(way: Way, role: str, repeats: int) -> list[float]:
                 reached, began = run.steps, time.monotonic()
                 run.kill(role)
                 seconds.append(run.until(lambda reached=reached: run.steps > reached) - began)  # type: ignore[misc]
-                time.sleep(1.0)
+                time.sleep(CALM_S)
             return seconds
         finally:
             run.process.send_signal(signal.SIGTERM)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from drumroll.config.load import check_config, merge
+from drumroll.config.models import RunConfig
 from drumroll.errors import ConfigError
+from drumroll.pipelines.start import evaluate as evaluate_model
 from drumroll.pipelines.start import resume as resume_run
 from drumroll.pipelines.start import start
 from drumroll.record.files import read_lines
@@ -24,12 +26,15 @@ from drumroll.types import Trajectory
 Rows = Iterable[Mapping[str, Any]]
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 
+Inputs = dict[str, tuple[dict[str, Any], Rows]]
+"""Rows that are not in a file yet, by name, each with its section."""
+
 NO_FILE = "given in Python"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run and what it left behind."""
+    """A finished run, or an evaluation, and what it left behind."""
 
     folder: Path
 
@@ -74,10 +79,38 @@ def train(
     With `domains`, each is a section as in YAML that may also have `tasks`, `heldout` and `reward`, as above:
     `domains={"sums": {"share": 0.5, "tasks": rows, "reward": right}, …}`.
     """
+    return _run(*_rl(model, tasks, heldout, reward, domains, {"max_steps": max_steps, **sections}), run_dir)
+
+
+def evaluate(
+    *,
+    model: str | Mapping[str, Any],
+    tasks: str | Rows | None = None,
+    reward: Reward | Sequence[Reward] = (),
+    domains: Mapping[str, Mapping[str, Any]] | None = None,
+    run_dir: str | Path | None = None,
+    **sections: Any,
+) -> Run:
+    """Play tasks with a model as it is, sampled and greedy, and return what came of it: `evaluate(…).summary["evaluation"]["sampled"]`.
+
+    Everything is given as to `train`; of `domains` those tasks count that are held out, or all where there are none such."""
+    by_domain = None if domains is None else {name: {"heldout": domain.get("tasks"), **domain} for name, domain in domains.items()}
+    tree, inputs = _rl(model, tasks, tasks, reward, by_domain, {"max_steps": 1, **sections})
+    return _run(tree, inputs, run_dir, evaluate_model)
+
+
+def _rl(
+    model: str | Mapping[str, Any],
+    tasks: str | Rows | None,
+    heldout: str | Rows | None,
+    reward: Reward | Sequence[Reward],
+    domains: Mapping[str, Mapping[str, Any]] | None,
+    sections: Mapping[str, Any],
+) -> tuple[dict[str, Any], Inputs]:
+    """A config of RL as plain data, and the rows in it that are in no file yet."""
     names: list[str] = []
     tree: dict[str, Any] = {
         "pipeline": "rl",
-        "max_steps": max_steps,
         "model": {"path": model} if isinstance(model, str) else dict(model),
         "rewards": _sections(_several(reward), names),
         **sections,
@@ -91,7 +124,7 @@ def train(
             if "reward" in domain:
                 section["rewards"] = _sections(_several(domain["reward"]), names)
             given[name] = (section, {"train": domain.get("tasks"), "heldout": domain.get("heldout")})
-    inputs: dict[str, tuple[dict[str, Any], Rows]] = {}
+    inputs: Inputs = {}
     for name, (section, sources) in given.items():
         paths = {split: _source(source) for split, source in sources.items() if source is not None}
         if paths:
@@ -99,7 +132,7 @@ def train(
         for split, source in sources.items():
             if source is not None and not isinstance(source, str):
                 inputs[f"{name}-{split}" if name else split] = (section["data"][split], source)
-    return _run(tree, inputs, run_dir)
+    return tree, inputs
 
 
 def preference(
@@ -132,13 +165,15 @@ def _source(source: str | Rows) -> dict[str, Any]:
     return {"path": source if isinstance(source, str) else NO_FILE}
 
 
-def _run(tree: dict[str, Any], inputs: Mapping[str, tuple[dict[str, Any], Rows]], run_dir: str | Path | None) -> Run:
-    """Check the config, claim the folder, and run. `inputs` are rows that are not in a file yet, by name, each with its section."""
+def _run(
+    tree: dict[str, Any], inputs: Inputs, run_dir: str | Path | None, action: Callable[[RunConfig, RunFolder], RunFolder] = start
+) -> Run:
+    """Check the config, claim the folder, and run."""
     folder = RunFolder.claim(run_dir, check_config(tree).name)
     try:
         for name, (section, rows) in inputs.items():
             section["path"] = str(_written(folder, name, rows))
-        start(check_config({**tree, "run_dir": str(folder.root)}), folder)
+        action(check_config({**tree, "run_dir": str(folder.root)}), folder)
     except BaseException:
         folder.give_up()
         raise

@@ -81,7 +81,9 @@ def evaluate(
 
     run = next((text for text in inputs if "=" not in text and Path(text).is_dir()), None)
     cfg = _config(inputs) if run is None else config_of(run, [text for text in inputs if text != run])
-    evaluate_model(cfg if model is None else with_model(cfg, model), out)
+    if model is not None:
+        cfg = with_model(cfg, model)
+    evaluate_model(cfg.model_copy(update={"run_dir": out}))
 
 
 @app.command()

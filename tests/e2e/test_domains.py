@@ -176,3 +176,12 @@ def test_domains_from_python(tmp_path: Path) -> None:
     for sample in samples:
         expected = -sample.num_new_tokens if sample.task.domain == "short" else sample.last_reply.count("7")
         assert sample.reward == expected
+    evaluated = drumroll.evaluate(
+        model=str(run.model),
+        domains={"short": {"share": 1.0, "tasks": rows[:2], "reward": lambda trajectory: -trajectory.num_new_tokens}},
+        run_dir=tmp_path / "evaluated",
+        rollout={"sampling": {"max_new_tokens": 3}},
+        devices={"actor_infer": 0},
+    )
+    assert evaluated.summary["evaluation"]["greedy/short"] == run.summary["after"]["greedy/short"]
+    assert len(evaluated.trajectories(phase="eval")) == 4

@@ -34,6 +34,7 @@ from drumroll.pipelines.start import start
 from drumroll.record.files import read_lines
 from drumroll.record.folder import RunFolder
 from drumroll.record.phases import PhaseTimer
+from drumroll.record.recorder import Recorder
 from drumroll.record.store import Filter, Reader
 
 PATIENCE_S = 240.0
@@ -58,11 +59,14 @@ class Scene:
     run: RunFolder
     fleet: Fleet | None = None
     phase: str = "start"
+    step: int = 0
+    """The last one that is on record."""
     blows: list[Blow] = field(default_factory=list)
     is_over: bool = False
     errors: list[BaseException] = field(default_factory=list)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
+        """Looks often, so that a phase of milliseconds is seen; conditions must cost next to nothing, or they would slow the run down."""
         patience = time.monotonic() + PATIENCE_S
         while not condition():
             if self.is_over:
@@ -80,11 +84,16 @@ class Scene:
         self.until(lambda: self.phase == name, name)
 
     def await_incident(self, kind: str, count: int = 1) -> None:
-        self.until(lambda: self.incidents[kind] >= count, f"{count} × {kind}")
+        file = self.run.incidents_file
+        size = [-1]
 
-    @property
-    def step(self) -> int:
-        return max((line["step"] for line in read_lines(self.run.metrics_file) if "weights" in line), default=0)
+        def came() -> bool:
+            if count == 0 or not file.exists() or file.stat().st_size == size[0]:
+                return count == 0
+            size[0] = file.stat().st_size
+            return self.incidents[kind] >= count
+
+        self.until(came, f"{count} × {kind}")
 
     @property
     def incidents(self) -> Counter[str]:
@@ -153,6 +162,12 @@ def sabotaged(tree: Mapping[str, Any], plan: Callable[[Scene], None], *patches: 
 
         init(timer, *args, on_change=changed, **kwargs)
 
+    log_step = Recorder.log_step
+
+    def logged(rec: Recorder, step: int, *args: Any, **kwargs: Any) -> None:
+        log_step(rec, step, *args, **kwargs)
+        scene.step = step
+
     def play() -> None:
         try:
             plan(scene)
@@ -164,7 +179,12 @@ def sabotaged(tree: Mapping[str, Any], plan: Callable[[Scene], None], *patches: 
     saboteur = threading.Thread(target=play, name="saboteur", daemon=True)
     began = time.monotonic()
     with ExitStack() as stack:
-        for each in (patch.object(Fleet, "start_rl", noticed), patch.object(PhaseTimer, "__init__", watched), *patches):
+        own = (
+            patch.object(Fleet, "start_rl", noticed),
+            patch.object(PhaseTimer, "__init__", watched),
+            patch.object(Recorder, "log_step", logged),
+        )
+        for each in (*own, *patches):
             stack.enter_context(each)
         saboteur.start()
         try:

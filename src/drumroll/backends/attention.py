@@ -265,14 +265,14 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, sca
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """[N, H, W, D] queries, [N, H_kv, W, D] keys and values, `mask` [W, W] → [N, H, W, D]. Query heads that share a key head are laid
-    behind one another, so that keys and values are never repeated."""
+    """[N, H, W, D] queries, [N, H_kv, W, D] keys, [N, H_kv, W, V] values, `mask` [W, W] → [N, H, W, V]. Query heads that share a key head
+    are laid behind one another, so that keys and values are never repeated."""
     num_groups, width, head_dim = query.shape[1] // key.shape[1], *query.shape[2:]
     queries = query.reshape(-1, num_groups * width, head_dim)
     keys, values = (states.reshape(-1, *states.shape[2:]) for states in (key, value))
     hidden = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf).repeat(num_groups, 1)
     shares = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=head_dim**-0.5 if scale is None else scale).softmax(-1)
-    return torch.bmm(shares, values).view(query.shape)
+    return torch.bmm(shares, values).view(*query.shape[:-1], value.shape[-1])
 
 
 def _pad(states: Tensor, bucket: Bucket) -> Tensor:

@@ -40,10 +40,10 @@ def start(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
     return folder
 
 
-def evaluate(cfg: RunConfig, out: str | Path | None = None) -> RunFolder:
-    """Play the held-out tasks of a config of RL with its model, as it is; returns the evaluation's folder, `out` or a new one."""
+def evaluate(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
+    """Play the held-out tasks of a config of RL with its model, as it is; returns the evaluation's folder."""
     job = prepare_evaluation(cfg)
-    folder = RunFolder.claim(out, f"{cfg.name}-eval")
+    folder = folder or RunFolder.claim(cfg.run_dir, f"{cfg.name}-eval")
     with folder.lock():
         folder.save_config(cfg.model_dump(mode="json"))
         folder.save_plugins(_plugin_sources(cfg))

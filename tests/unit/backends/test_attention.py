@@ -58,8 +58,9 @@ def test_short_sequences_by_products_give_what_the_kernel_gives(
     lengths = [3, 17, 40, 64]
     layout = PackedLayout(lengths, CPU)
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(sum(lengths), heads, 8, generator=generator).requires_grad_() for heads in (4, num_kv_heads, num_kv_heads)]
-    weight = torch.randn(sum(lengths), 4, 8, generator=generator)
+    sizes = ((4, 8), (num_kv_heads, 8), (num_kv_heads, 6))
+    states = [torch.randn(sum(lengths), *size, generator=generator).requires_grad_() for size in sizes]
+    weight = torch.randn(sum(lengths), 4, 6, generator=generator)
     results = []
     for short in (64, 0):
         monkeypatch.setattr(attention, "_SHORT", short)
