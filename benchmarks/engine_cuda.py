@@ -1,11 +1,13 @@
-"""How fast the native engine generates on one GPU, beside bare vLLM, in one run.
+"""How fast engines generate on one GPU, beside bare vLLM, in one run.
 
 python benchmarks/engine_cuda.py [--shape qwen2.5-0.5b] [--prompts 64] [--samples 8] [--prompt-tokens 128] [--new-tokens 512] [--repeats 3]
+                                 [--sides native vllm "vllm without log-probabilities" "vllm in drumroll"] [--set trainer.offload=true ...]
 
 Random weights in bfloat16; every prompt is asked for several replies, all of full length, sampled at temperature 1 with the
-log-probability of every token. Each side runs in a process of its own that has the GPU to itself, and warms up with one round; the best of
-the repeats counts. vLLM has its graphs, prefix caching and room for all requests at once; it is left out where it is not installed, and
-also runs without log-probabilities.
+log-probability of every token. Each side runs in processes of its own that have the GPU to themselves, and warms up with one round; the
+best of the repeats counts. vLLM has its graphs, prefix caching and room for all requests at once; it is left out where it is not installed.
+"vllm in drumroll" are the rollouts of whole training steps: scheduler, environment workers and the backend `vllm`, beside a trainer on the
+same GPU; what such a run prints about its steps follows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pathlib import Path
 
 from drumroll.bench.rl import SHAPES, Workload, make_model
 
-SIDES = ("native", "vllm", "vllm without log-probabilities")
+IN_DRUMROLL = "vllm in drumroll"
+SIDES = ("native", "vllm", "vllm without log-probabilities", IN_DRUMROLL)
 
 
 def main() -> None:
@@ -31,12 +34,13 @@ def main() -> None:
     for name, default in (("prompts", 64), ("samples", 8), ("prompt-tokens", 128), ("new-tokens", 512), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--set", nargs="*", default=[], help="Settings of whole training steps.")
     parser.add_argument("--side", choices=SIDES, help="Run this side alone, on the model in --folder.")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     workload = Workload(arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens)
     if arguments.side:
-        run = run_native if arguments.side == "native" else run_vllm
+        run = {"native": run_native, IN_DRUMROLL: run_in_drumroll}.get(arguments.side, run_vllm)
         print(json.dumps(run(arguments.folder, workload, arguments)))
         return
     with tempfile.TemporaryDirectory() as name:
@@ -53,9 +57,10 @@ def main() -> None:
             best[side] = min(seconds)
             times = ", ".join(f"{value:.3f}" for value in seconds)
             print(f"  {side:32} {workload.num_new_tokens / best[side]:10,.0f} tokens/s   {times} s", flush=True)
-        for side in best:
-            if side != "native" and "native" in best:
-                print(f"  native is {best[side] / best['native']:.2f} x as fast as {side}")
+        for ours in ("native", IN_DRUMROLL):
+            for side in best:
+                if side not in ("native", IN_DRUMROLL) and ours in best:
+                    print(f"  {ours} is {best[side] / best[ours]:.2f} x as fast as {side}")
 
 
 def prompts_of(workload: Workload) -> list[list[int]]:
@@ -118,6 +123,18 @@ def run_vllm(folder: Path, workload: Workload, arguments: argparse.Namespace) ->
         seconds.append(time.perf_counter() - started)
         assert sum(len(reply.token_ids) for output in outputs for reply in output.outputs) == workload.num_new_tokens
     return seconds[1:]
+
+
+def run_in_drumroll(folder: Path, workload: Workload, arguments: argparse.Namespace) -> list[float]:
+    names = ("prompts", "samples", "prompt_tokens", "new_tokens")
+    sizes = [str(part) for name in names for part in (f"--{name.replace('_', '-')}", getattr(workload, name))]
+    context = workload.prompt_tokens + workload.new_tokens + 8
+    room = ("engine.memory_share=0.5", f"engine.cache_tokens={workload.prompts * workload.samples * context}")
+    bench = (sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.repeats))
+    done = subprocess.run((*bench, *sizes, "engine.kind=vllm", *room, *arguments.set), stdout=subprocess.PIPE, text=True, check=True)
+    *lines, figures = done.stdout.strip().splitlines()
+    print("\n".join(lines), file=sys.stderr)
+    return list(json.loads(figures)["rollout_seconds"])
 
 
 if __name__ == "__main__":

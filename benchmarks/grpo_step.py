@@ -1,13 +1,13 @@
 """How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
 
 python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
-                               [--tailed] [--trl-batch 64] [--set trainer.threads=2 ...]
+                               [--tailed] [--staleness 1] [--trl-batch 64] [--set trainer.threads=2 ...]
 
 Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
 update, with no reference and nothing stale. Replies end only by their length, which with `--tailed` has a long tail: the same lengths on
-both sides. A side runs in a process of its own, the sides in turn, as
-often as there are repeats; of each, the median step after the first few counts. Whatever a side uses of the machine's cores is its own
-choice. On a GPU both compute in bfloat16, TRL with `--trl-batch` sequences at a time.
+both sides. With `--staleness` drumroll also runs asynchronously, with so many versions of staleness. A side runs in a process of its own,
+the sides in turn, as often as there are repeats; of each, the median step after the first `--warm-up` ones counts. Whatever a side uses of
+the machine's cores is its own choice. On a GPU both compute in bfloat16, TRL with `--trl-batch` sequences at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 SETTINGS = ["trainer.threads=2"]
 """Of drumroll on two cores, where trainer and engines take turns: a thread in each of two engines, two in the trainer."""
 
-WARM_UP = 2
-"""Steps at the beginning that do not count."""
+ASYNCHRONOUS = ("algo.correction.kind=truncated_is", "rollout.max_staleness={}")
 
 
 def main() -> None:
@@ -42,22 +41,28 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=SETTINGS, help="Settings of drumroll's side.")
     parser.add_argument("--tailed", action="store_true", help="Lengths with a long tail, cut at --new-tokens, the median a tenth of it.")
     parser.add_argument("--trl-batch", type=int, help="Sequences of one of TRL's passes; all of a step if not given.")
-    for name, default in (("prompts", 8), ("samples", 8), ("prompt-tokens", 8), ("new-tokens", 32), ("steps", 20), ("repeats", 3)):
+    parser.add_argument("--staleness", type=int, help="Drumroll also runs asynchronously, with so many versions of staleness.")
+    sizes = {"prompts": 8, "samples": 8, "prompt-tokens": 8, "new-tokens": 32, "steps": 20, "warm-up": 2, "repeats": 3}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     if arguments.side:
         print(json.dumps(run_trl(arguments)))
         return
-    seconds: dict[str, list[float]] = {"drumroll": [], "TRL": []}
+    runs: dict[str, Callable[[], list[float]]] = {"drumroll": lambda: run_drumroll(arguments)}
+    if arguments.staleness:
+        settings = [setting.format(arguments.staleness) for setting in ASYNCHRONOUS]
+        runs[f"drumroll, staleness {arguments.staleness}"] = lambda: run_drumroll(arguments, settings)
+    runs["TRL"] = lambda: last_line(sys.executable, __file__, *sys.argv[1:], "--side", "trl")["seconds"]
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.repeats):
-        seconds["drumroll"].append(statistics.median(run_drumroll(arguments)))
-        seconds["TRL"].append(statistics.median(last_line(sys.executable, __file__, *sys.argv[1:], "--side", "trl")["seconds"]))
-    num_samples = arguments.prompts * arguments.samples
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        times = ", ".join(f"{value:.3f}" for value in values)
-        print(f"{name:10} {median:7.3f} s a step, {3600 * num_samples / median:12,.0f} samples an hour   ({times})")
-    print(f"drumroll is {statistics.median(seconds['TRL']) / statistics.median(seconds['drumroll']):.2f} x as fast")
+        for name, run in runs.items():
+            seconds[name].append(statistics.median(run()))
+    medians, num_samples = {name: statistics.median(values) for name, values in seconds.items()}, arguments.prompts * arguments.samples
+    for name, median in medians.items():
+        times = ", ".join(f"{value:.3f}" for value in seconds[name])
+        ratio = "" if name == "TRL" else f", {medians['TRL'] / median:.2f} x as fast as TRL"
+        print(f"{name:22} {median:7.3f} s a step, {3600 * num_samples / median:12,.0f} samples an hour{ratio}   ({times})")
 
 
 def last_line(*command: str) -> Any:
@@ -65,13 +70,13 @@ def last_line(*command: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run_drumroll(arguments: argparse.Namespace) -> list[float]:
+def run_drumroll(arguments: argparse.Namespace, settings: Sequence[str] = ()) -> list[float]:
     """Seconds of every step."""
     workload = ("--prompts", "--samples", "--prompt-tokens", "--new-tokens")
     sizes = [str(part) for name in workload for part in (name, getattr(arguments, name[2:].replace("-", "_")))]
     bench = (sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps))
-    figures = last_line(*bench, *sizes, *(["--tailed"] if arguments.tailed else []), *arguments.set)
-    return figures["step_seconds"][WARM_UP - 1 :]  # `bench` leaves the first one out itself
+    figures = last_line(*bench, *sizes, *(["--tailed"] if arguments.tailed else []), *arguments.set, *settings)
+    return figures["step_seconds"][arguments.warm_up - 1 :]  # `bench` leaves the first one out itself
 
 
 def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
@@ -83,7 +88,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
     from drumroll.bench.rl import Workload, make_model
 
     workload = Workload(arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens, arguments.tailed)
-    prompts = workload.texts(arguments.steps + WARM_UP)
+    prompts = workload.texts(arguments.steps + arguments.warm_up)
     clock = make_clock()
 
     def coin(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -103,7 +108,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, list[float]]:
         if workload.tailed:
             trainer.model.generate = to_lengths(trainer.model.generate, prompts, workload)
         trainer.train()
-    return {"seconds": [after - before for before, after in pairwise(clock.ends)][WARM_UP:]}
+    return {"seconds": [after - before for before, after in pairwise(clock.ends)][arguments.warm_up :]}
 
 
 def trl_config(folder: Path, workload: Workload, arguments: argparse.Namespace) -> Any:
@@ -118,7 +123,7 @@ def trl_config(folder: Path, workload: Workload, arguments: argparse.Namespace) 
         gradient_accumulation_steps=num_samples // batch,
         num_generations=workload.samples,
         max_completion_length=workload.new_tokens,
-        max_steps=arguments.steps + WARM_UP,
+        max_steps=arguments.steps + arguments.warm_up,
         beta=0.0,
         learning_rate=1e-6,
         temperature=1.0,

@@ -407,6 +407,17 @@ def test_weights_and_export_speak_the_language_of_hugging_face(name: str, models
     assert replaced == new
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_who_does_not_learn_scores_like_who_does(name: str, models: dict[str, Path], make: Make) -> None:
+    """Though it has no masters."""
+    policy = make(models[name], dtype="bfloat16")
+    reference = make(models[name], rank=RankInfo("reference", 0, 1, "cpu"), dtype="bfloat16")
+    assert torch.equal(reference.logprobs(make_batch()), policy.logprobs(make_batch()))
+    sent, expected = weights_of(reference), weights_of(policy)
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[key], expected[key]) for key in sent)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_a_language_model_becomes_a_classifier(name: str, dtype: str, models: dict[str, Path], make: Make, tmp_path: Path) -> None:

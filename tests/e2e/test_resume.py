@@ -276,6 +276,21 @@ def test_a_disk_that_is_nearly_full_stops_checkpoints_and_not_the_run(
     assert {line["kind"] for line in read_lines(run.incidents_file)} == {"checkpoint"}
 
 
+def test_a_run_can_do_without_checkpoints(
+    uninterrupted: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = {**SMALL, "checkpoint": {"to_disk": False}}
+    run = run_tiny(tmp_path, **without)
+    assert weights(run) == weights(uninterrupted)
+    monkeypatch.setattr(rl, "take_step", failing_at(2))
+    with pytest.raises(CutOffError):
+        run_tiny(tmp_path / "cut off", **without)
+    assert "drumroll resume" not in capsys.readouterr().out
+    assert not [*tmp_path.glob("**/checkpoints/*")]
+    with pytest.raises(ConfigError, match=r"checkpoint\.to_disk"):
+        check_config(tiny_tree(tmp_path, checkpoint={"to_disk": False, "every": 2}))
+
+
 def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     changes = {**SMALL, "data": {}, "eval": {"every": 1, "num_tasks": 4}, "checkpoint": {"keep_last": 1, "keep_best": 1}}
     run = run_tiny(tmp_path, **changes)

@@ -111,3 +111,16 @@ def test_a_saved_state_trains_on_as_before(folder: Path, tmp_path: Path) -> None
     assert again["lr"] == first["lr"]
     assert again["loss"] == pytest.approx(first["loss"], rel=1e-3)
     backend.close()
+
+
+def test_a_trainer_that_waits_in_host_memory_leaves_the_gpu_and_comes_back(folder: Path) -> None:
+    backend, batch = make_backend(folder, "cuda:0", "bfloat16"), make_batch()
+    backend.train([batch], cross_entropy)
+    expected, held = backend.logprobs(batch), torch.cuda.memory_allocated()
+    for _ in range(2):
+        backend.to("host")
+        assert torch.cuda.memory_allocated() < held / 4
+        assert all(not tensor.is_cuda for tensor in backend._tensors.values())
+        backend.to("device")
+        assert torch.equal(backend.logprobs(batch), expected)
+    backend.close()

@@ -166,6 +166,7 @@ def config_of(folder: Path, workload: Workload, num_steps: int) -> dict[str, Any
         },
         "algo": {"advantage": {"kind": "grpo"}, "loss": {"kind": "ppo_clip"}},
         "trainer": {"lr": 1e-6},
+        "checkpoint": {"to_disk": False},
         "engine": {"num_slots": min(512, workload.prompts * workload.samples), "context_tokens": context},
     }
 
@@ -203,6 +204,7 @@ def summarise(lines: Sequence[Mapping[str, Any]], shape: Mapping[str, Any], num_
     return {
         "step_s": step_s,
         "step_seconds": [sum(line[f"time/{name}_s"] for name in PHASES) for line in lines],
+        "rollout_seconds": [line["time/rollout_s"] for line in lines],
         **{f"{name}_s": value for name, value in phases.items()},
         "samples_per_hour": 3600 * num_samples / step_s,
         "tokens_per_s": num_tokens / step_s,

@@ -764,6 +764,8 @@ class CheckpointConfig(Options):
     """Steps of RL (in the `sft` and `preference` pipelines: updates) between checkpoints; 0: by time alone."""
     every_s: PositiveFloat = 600.0
     """A checkpoint is also written when the last one is this old."""
+    to_disk: bool = True
+    """False writes none: the run leaves its final model, and cannot be resumed or go back."""
     root: str | None = None
     """Folder or any fsspec URL, such as `s3://bucket/run`; `<run>/checkpoints` otherwise."""
     keep_last: PositiveInt = 2
@@ -773,6 +775,12 @@ class CheckpointConfig(Options):
     where two copies fit into half of it (`ray.object_store_mib`). Without it, trainers come back from the newest checkpoint."""
     keep_best: NonNegativeInt = 0
     """Besides those, the ones with the best evaluation: sampled success, or mean reward."""
+
+    @model_validator(mode="after")
+    def nothing_else_is_asked_for(self) -> CheckpointConfig:
+        if not self.to_disk and (self.every or self.keep_best):
+            raise ValueError("`checkpoint.to_disk: false` writes no checkpoints; leave `checkpoint.every` and `checkpoint.keep_best` at 0")
+        return self
 
 
 class DeviceRequest(Options):

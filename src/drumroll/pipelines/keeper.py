@@ -197,7 +197,11 @@ class Keeper:
     def save(self, name: str | None = None, *, pinned: bool = False) -> None:
         """Begin a checkpoint of the parts as they are; it is written while training goes on.
 
-        One that cannot be written does not stop the run: it is reported, and those before it are intact."""
+        One that cannot be written does not stop the run: it is reported, and those before it are intact. One that is `pinned` is part of
+        the run's own doing, and is written even where checkpoints are off."""
+        if not self._cfg.checkpoint.to_disk and not pinned:
+            self._saved = self._fitting
+            return
         self._settle()
         with self._rec.phase("checkpoint"), self._reported():
             self._checkpoints.write_async(*self._content(name), pinned=pinned)
@@ -247,7 +251,7 @@ class Keeper:
             self._settle()
             if self._fitting is None:
                 self._rec.warn("the run ended in the middle of an update, which is lost.")
-            elif self._fitting is not self._saved:
+            elif self._fitting is not self._saved and self._cfg.checkpoint.to_disk:
                 self._checkpoints.write(*self._content(deadline_s=LAST_CHECKPOINT_S))
         if names := self._checkpoints.names():
             self._rec.warn(f"the run can go on from its checkpoint '{names[-1]}': drumroll resume {self._folder.root}")

@@ -46,6 +46,8 @@ class Memory:
     """Keys and values."""
     buffers: int = 0
     """For what is on its way: gathered layers, buckets of weights."""
+    remade: int = 0
+    """Of the weights, copies in narrower numbers: they are not moved to host memory, but made anew."""
     host: int = 0
 
     @property
@@ -53,7 +55,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.cache + self.buffers
 
     def __str__(self) -> str:
-        values = [(part.name, getattr(self, part.name)) for part in fields(self) if part.name != "host"]
+        values = [(part.name, getattr(self, part.name)) for part in fields(self) if part.name not in ("host", "remade")]
         return ", ".join(f"{name} {value / GIB:.1f}" for name, value in values if value or name == "weights")
 
 
@@ -252,17 +254,13 @@ class Training:
     def is_alone(self) -> bool:
         return self.num_ranks == 1 and self.tp == 1
 
-    @property
-    def has_masters(self) -> bool:
-        """A single rank that computes in narrower numbers holds both; several have their shards in float32 alone."""
-        return self.is_alone and self.lora_rank is None and self.weight_bytes < MASTER_BYTES
-
 
 def trainer_memory(role: Role, stage: Stage, shape: Shape, training: Training) -> Memory:
     """A rank of a training backend while it works.
 
-    State: 4 P masters and b P for passes on a single rank, b P alone beside adapters, and 4 P over several ranks; gradients 4 and moments 8
-    for each parameter that learns, r (in + out) of them for a linear layer with adapters of rank r.
+    State: 4 P masters and b P for passes on a single rank, b P alone where the weights do not learn (a reference, a teacher, beside
+    adapters), and 4 P over several ranks; gradients 4 and moments 8 for each parameter that learns, r (in + out) of them for a linear layer
+    with adapters of rank r.
     `score`: the widest moment of one layer and a chunk of logits in float32.
     `update`: what the backward pass needs of every layer, or of each layer its input and of one layer everything (`checkpointing`); and at
     its first moment the head's: a chunk of logits in float32, their gradient in passes' numbers, the gradient of the output matrix in
@@ -282,10 +280,11 @@ def trainer_memory(role: Role, stage: Stage, shape: Shape, training: Training) -
     if stage == "sync":
         largest = max(shape.vocab * shape.hidden, shape.hidden * shape.mlp)
         buffers = 2 * BUCKET_BYTES + CHECKSUM_BYTES + largest * MASTER_BYTES
-        return Memory(state.weights, 0, state.optimizer, buffers=buffers + gathered)
+        return Memory(state.weights, 0, state.optimizer, buffers=buffers + gathered, remade=state.remade)
     if stage == "score" or not learns:
         widest = (4 * shape.hidden + max(3 * shape.mlp, 2 * shape.query + 2 * shape.key_value)) * numbers
-        return Memory(state.weights, 0, state.optimizer, activations=widest + outside, logits=4 * chunk, buffers=gathered)
+        scoring = Memory(state.weights, 0, state.optimizer, activations=widest + outside, logits=4 * chunk)
+        return replace(scoring, buffers=gathered, remade=state.remade)
     layer = kept_numbers(shape, fused=training.fused_layers)
     if training.lora_rank is not None:  # PEFT's copies of the inputs of all linear layers in float32
         layer += 2 * (5 * shape.hidden + shape.query + shape.mlp)
@@ -300,7 +299,7 @@ def trainer_memory(role: Role, stage: Stage, shape: Shape, training: Training) -
         activations, logits = (kept + within) * numbers + outside, 0
     if training.num_ranks > 1:  # a layer's gradient, whole, before it is reduced
         gathered += shape.layer_parameters * (training.weight_bytes + MASTER_BYTES)
-    return Memory(state.weights, state.gradients, state.optimizer, activations, logits, buffers=gathered)
+    return replace(state, activations=activations, logits=logits, buffers=gathered)
 
 
 def kept_numbers(shape: Shape, *, fused: bool) -> int:
@@ -325,13 +324,16 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 def _state(shape: Shape, training: Training, *, learns: bool) -> Memory:
     """What a rank holds whatever it does."""
     shard = -(-shape.num_parameters // training.num_ranks)
-    each = MASTER_BYTES if not training.is_alone or training.lora_rank is None else training.weight_bytes
-    weights = shard * (each + (training.weight_bytes if training.has_masters else 0))
+    is_narrow = training.is_alone and (not learns or training.lora_rank is not None)
+    each = training.weight_bytes if is_narrow else MASTER_BYTES
+    has_masters = training.is_alone and not is_narrow and training.weight_bytes < MASTER_BYTES
+    narrow = shard * training.weight_bytes if has_masters else 0
+    weights = shard * each + narrow
     learning = shard
     if training.lora_rank is not None:
         learning = -(-adapter_parameters(shape, training.lora_rank) // training.num_ranks)
         weights += MASTER_BYTES * learning
-    return Memory(weights, MASTER_BYTES * learning if learns else 0, 2 * MASTER_BYTES * learning if learns else 0)
+    return Memory(weights, MASTER_BYTES * learning if learns else 0, 2 * MASTER_BYTES * learning if learns else 0, remade=narrow)
 
 
 def _chunk(rows: int, vocab: int) -> int:
@@ -380,4 +382,4 @@ def cache_bytes(shape: Shape, number_bytes: int) -> int:
 def waiting(working: Memory, *, offloads: bool, keeps_cache: bool) -> Memory:
     """What a role has while others work: its state, on its device or in host memory, and an engine its cache unless that is given up."""
     state = Memory(working.weights, 0, working.optimizer, cache=working.cache if keeps_cache else 0)
-    return Memory(host=state.weights + state.optimizer) if offloads else state
+    return Memory(host=state.weights - working.remade + state.optimizer) if offloads else state

@@ -66,3 +66,21 @@ def test_tied_weights_have_one_master_and_buffers_are_their_own() -> None:
     assert masters.of(model.again.weight) is masters.of(model[1].weight)
     assert masters.of(model.angles) is model.angles
     assert model.angles.dtype == torch.float32
+
+
+def test_what_passes_compute_with_is_made_anew_on_the_device() -> None:
+    model = model_of()
+    masters = Masters(model, torch.bfloat16)
+    tokens = torch.arange(6)
+    expected = model(tokens)
+    moves: list[int] = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moves.append(tensor.numel())
+        return tensor.clone()
+
+    masters.to("host", move)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 0
+    assert moves == [master.numel() for master in masters.all]
+    masters.to("device", move)
+    assert torch.equal(model(tokens), expected)

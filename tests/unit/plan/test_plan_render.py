@@ -83,15 +83,15 @@ def test_memory_by_role_and_stage(tmp_path: Path) -> None:
     plan = make_plan(config, pool, (*RL_ROLES, "reference"))
     use = plan.stage_memory
     p = 7_615_616_512
-    assert (use["actor_train"]["rollout"].total, use["actor_train"]["rollout"].host) == (0, 14 * p)
-    assert (use["reference"]["update"].total, use["reference"]["update"].host) == (0, 6 * p)
+    assert (use["actor_train"]["rollout"].total, use["actor_train"]["rollout"].host) == (0, 12 * p)
+    assert (use["reference"]["update"].total, use["reference"]["update"].host) == (0, 2 * p)
     assert use["actor_infer"]["sync"].cache == 0 < use["actor_infer"]["rollout"].cache
     assert plan.device_memory(0, "update") == use["actor_train"]["update"].total < 139.8 * 2**30
     assert plan.device_memory(0, "sync") == use["actor_train"]["sync"].total + use["actor_infer"]["sync"].total
     lines = printed(plan, pool)
     assert ["Memory of each device, estimated, in GiB"] in lines
     trainer = next(line for line in lines if line[0] == "actor_train" and "host" in line[1])
-    assert trainer[1] == f"host {14 * p / 2**30:.1f}"
+    assert trainer[1] == f"host {12 * p / 2**30:.1f}"
     assert any(line[0] == "device 0" and line[-1] == "of 139.8" for line in lines)
 
 

@@ -8,8 +8,8 @@ the grid, so that they do not depend on its shape.
 
 Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, so that their
 collectives match: one that has run out of trajectories passes a placeholder of weight 0. A single rank is not wrapped: it has
-nothing to share, and keeps masters of its own where it computes in narrower numbers (`masters`), or none where it learns adapters
-and holds their base in the model's dtype alone.
+nothing to share, and keeps masters of its own where it computes in narrower numbers (`masters`), or none where the weights do not learn,
+because it learns adapters or is a reference or a teacher: it holds them in the model's dtype alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drumroll.algo.loss import Loss, needs_of
 from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
-from drumroll.backends.offload import moved, settle
+from drumroll.backends.offload import Shelf, settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.sharded import local
 from drumroll.backends.train.aligned_layers import use_aligned_layers
@@ -56,6 +56,8 @@ from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 
 _LOGITS_PER_CHUNK = 2**27
 """Logits whose float32 copies are held at the same time: half a GiB each."""
+
+FROZEN_ROLES = ("reference", "teacher")
 
 _FILLED_IN = frozenset({"entropy", "top_logp"})
 """Fields of the batch that a pass fills in where the loss needs them."""
@@ -92,6 +94,9 @@ class Fsdp2(TrainBackend):
         else:
             torch.set_num_threads(self.config.threads)
         self._sharded = rank.world > 1
+        self._is_narrow = not self._sharded and (rank.role in FROZEN_ROLES or self.config.lora is not None)
+        """Whether the weights themselves are held in the numbers that passes compute in, because they do not learn."""
+        self._shelf = Shelf()
         self._group = RankGroup(rank, self.config.timeout_s)
         self._grid = Grid(self._group, self.parallel)
         self._model = self._load()
@@ -103,7 +108,7 @@ class Fsdp2(TrainBackend):
         if self._sharded:
             self._shard()
         self._model.to(self._device)
-        has_masters = not self._sharded and self._adapters is None and self.dtype != "float32"
+        has_masters = not self._sharded and not self._is_narrow and self.dtype != "float32"
         self._masters = Masters(self._model, getattr(torch, self.dtype), exact=self._exact_part()) if has_masters else None
         own = dict(self._model.named_parameters(remove_duplicate=False))
         if self._masters:
@@ -501,10 +506,12 @@ class Fsdp2(TrainBackend):
 
     def to(self, where: Literal["device", "host"]) -> None:
         device = self._device if where == "device" else torch.device("cpu")
-        move = partial(moved, device=device)
-        self._model._apply(move)
+        if where == "host":
+            self._shelf.clear()
+        move = partial(self._shelf.moved, device=device)
         if self._masters:
-            self._masters.apply(move)
+            self._masters.to(where, move)
+        self._model._apply(move)
         for moments in self._optimizer.state.values():
             moments.update({name: move(value) for name, value in moments.items()})
         settle(self._device)
@@ -536,7 +543,7 @@ class Fsdp2(TrainBackend):
             "lm" if self.head == "lm" else "classifier",
             trust_remote_code=self.trust_remote_code,
             config=config,
-            dtype=torch.float32 if self._sharded or self.config.lora is None else getattr(torch, self.dtype),
+            dtype=getattr(torch, self.dtype) if self._is_narrow else torch.float32,
             attn_implementation=PACKED_ATTENTION,
         )
         check_complete(self.model_folder, [name for name in missing if name not in fresh])

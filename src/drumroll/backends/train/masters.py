@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +54,13 @@ class Masters:
         narrow, masters = zip(*self._pairs, strict=True)
         torch._foreach_copy_(narrow, masters)
 
-    def apply(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Replace the data of every master, and its gradient's if there is one."""
-        for _, master in self._pairs:
+    def to(self, where: Literal["device", "host"], move: Callable[[Tensor], Tensor]) -> None:
+        """`move` every master, and its gradient if there is one. What the model computes with is let go, and made anew on the device."""
+        for narrow, master in self._pairs:
             master.data = move(master.data)
             if master.grad is not None:
                 master.grad.data = move(master.grad.data)
+            narrow.data = master.data.to(narrow.dtype) if where == "device" else narrow.data.new_empty(0)
 
 
 def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumroll.backends.offload import moved
+from drumroll.backends.offload import Shelf
 from drumroll.models.folder import LLAMA_FAMILY
 
 
@@ -120,15 +120,18 @@ class LlamaWeights:
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.cos, self.sin = parts.cos, parts.sin
         self.layers = [self._layer(f"model.layers.{number}.") for number in range(shape.num_layers)]
+        self._shelf = Shelf()
 
     def to(self, device: torch.device) -> None:
         """Move every weight; names go on to stand for parts of the larger ones."""
         there_already: dict[int, Tensor] = {}
+        if device.type == "cpu":
+            self._shelf.clear()
 
         def move(tensor: Tensor) -> Tensor:
             base = tensor if tensor._base is None else tensor._base
             if id(base) not in there_already:
-                there_already[id(base)] = moved(base, device)
+                there_already[id(base)] = self._shelf.moved(base, device)
             there = there_already[id(base)]
             return there if base is tensor else there[tensor.storage_offset() // tensor.stride(0) :][: tensor.shape[0]]
 

@@ -6,6 +6,8 @@ A version's requests share prefixes with one another and with no older ones (`ca
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 import os
 from collections.abc import AsyncGenerator
@@ -25,6 +27,10 @@ SUPPORTED = ((0, 26), (0, 33))
 """Versions of vLLM from the first up to, and not with, the second."""
 
 WORKER = "drumroll.backends.infer.vllm.worker.DrumrollWorker"
+
+READS_PER_S = 10_000
+"""Of all requests together. Under load every request is read after a pause, for which vLLM lays its tokens together: to wake up for each
+token of each of hundreds of requests would take this process longer than vLLM's takes to compute them."""
 
 
 def check_installed() -> None:
@@ -69,6 +75,7 @@ class Vllm(RemoteEngine):
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
         await self._llm.collective_rpc("drumroll_stay_with", args=(os.getpid(),))
+        gc.freeze()  # vLLM has an object or two for each token: to look through all that was imported with each of them takes long
 
     def _arguments(self) -> dict[str, Any]:
         assert self._limits is not None
@@ -116,6 +123,7 @@ class Vllm(RemoteEngine):
                 ids = list(completion.token_ids)
                 logp = [entry_of[token].logprob for token, entry_of in zip(ids, completion.logprobs or [], strict=True)]
                 yield Piece(ids, logp, str(completion.finish_reason) if output.finished else "")
+                await asyncio.sleep(self._pause_s)
         finally:
             await stream.aclose()
 
@@ -124,8 +132,17 @@ class Vllm(RemoteEngine):
         peaks: list[int] = await self._llm.collective_rpc("drumroll_take_weights", args=arguments)
         return max(peaks)
 
+    @property
+    def _pause_s(self) -> float:
+        """Between two reads of one request."""
+        return len(self._running) / READS_PER_S
+
     async def _stand_still(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
+        num_tokens = -1
+        while self._running and num_tokens != self._num_tokens:
+            num_tokens = self._num_tokens  # more may be on their way through vLLM's queues: they are not of later weights
+            await asyncio.sleep(max(0.005, 2 * self._pause_s))
 
     async def _go_on(self) -> None:
         await self._llm.resume_generation()
