@@ -131,9 +131,12 @@ def run_in_drumroll(folder: Path, workload: Workload, arguments: argparse.Namesp
     context = workload.prompt_tokens + workload.new_tokens + 8
     room = ("engine.memory_share=0.5", f"engine.cache_tokens={workload.prompts * workload.samples * context}")
     bench = (sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.repeats))
-    done = subprocess.run((*bench, *sizes, "engine.kind=vllm", *room, *arguments.set), stdout=subprocess.PIPE, text=True, check=True)
-    *lines, figures = done.stdout.strip().splitlines()
-    print("\n".join(lines), file=sys.stderr)
+    figures = ""
+    with subprocess.Popen((*bench, *sizes, "engine.kind=vllm", *room, *arguments.set), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            figures = line if line.startswith("{") else figures
+            print(line, end="", file=sys.stderr, flush=True)
     return list(json.loads(figures)["rollout_seconds"])
 
 
