@@ -21,7 +21,7 @@ from torch import Tensor
 from drumroll.backends.buckets import Inbox, Loan, Outbox, borrow, compare, digest, lend
 from drumroll.backends.checksum import checksum
 from drumroll.backends.infer.base import Bucket, Checksums
-from drumroll.backends.offload import take_peak_bytes
+from drumroll.backends.offload import settle, take_peak_bytes
 from drumroll.cluster.host import seat
 from drumroll.cluster.weights import Cache, Meeting, Offer, Receipt, Sent, Transport
 from drumroll.errors import WeightSyncError
@@ -56,6 +56,10 @@ class SendsWeights:
             return None
         self._sample = torch.randint(256, (64,), dtype=torch.uint8, device=device)
         return Sample(str(torch.cuda.get_device_properties(device).uuid), lend(self._sample), checksum(self._sample))
+
+    def make_room(self) -> None:
+        """Every rank: give memory of its GPU that it keeps for itself, and does not need now, back to others."""
+        settle(torch.device(self.rank.device))
 
     def open_weights(
         self, version: Version, *, num_shared: int, on_device: bool, group: str, group_size: int, bucket_bytes: int, patience_s: float

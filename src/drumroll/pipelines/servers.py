@@ -95,6 +95,7 @@ class Servers:
     def _push(self, version: Version, ranks: Sequence[int]) -> SyncReport:
         with self._arbiter.grant("actor_train"):
             if self._offload:
+                self._sync.trainers.all("make_room")
                 tell(self._engines, ranks, "wake")
             try:
                 report = self._sync.push(version, ranks=ranks, cache=self._cache)
