@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+
 import torch
 from torch import Tensor
 
 from drumroll.backends.sharded import is_sharded
 
 SLAB_BYTES = 2**30
+"""Memory is taken in so large pieces, for tensors of up to an eighth of that."""
 ALIGNMENT = 512
 
 
 class Shelf:
-    """Page-locked host memory in which the tensors of a GPU wait, laid end to end.
+    """Page-locked host memory in which the tensors of a GPU wait: small ones end to end, each large one in a piece of its own size.
 
         shelf = Shelf()
         shelf.clear()
@@ -27,12 +30,17 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        self._slabs: list[Tensor] = []
-        self._slab, self._used = 0, 0
+        self._slabs: dict[int, list[Tensor]] = defaultdict(list)
+        """By their size."""
+        self._num_taken: Counter[int] = Counter()
+        """How many of each size are in use."""
+        self._rest: Tensor | None = None
+        """What is left of the last one that small tensors share."""
 
     def clear(self) -> None:
         """Nothing waits here any more: the next tensors take the places of these."""
-        self._slab, self._used = 0, 0
+        self._num_taken.clear()
+        self._rest = None
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The tensor on that device. A copy that is under way when this returns is over when `settle` has returned."""
@@ -42,18 +50,26 @@ class Shelf:
 
     def _place(self, tensor: Tensor) -> Tensor:
         num_bytes = tensor.numel() * tensor.element_size()
-        while self._slab < len(self._slabs) and self._used + num_bytes > len(self._slabs[self._slab]):
-            self._slab, self._used = self._slab + 1, 0
-        if self._slab == len(self._slabs):
-            self._slabs.append(_page_locked(max(SLAB_BYTES, num_bytes)))
-        place = self._slabs[self._slab][self._used : self._used + num_bytes]
-        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if num_bytes > SLAB_BYTES // 8:
+            place = self._take(num_bytes)
+        else:
+            if self._rest is None or len(self._rest) < num_bytes:
+                self._rest = self._take(SLAB_BYTES)
+            place, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
         return place.view(tensor.dtype).view(tensor.shape)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """A piece of this size that nothing waits in."""
+        slabs = self._slabs[num_bytes]
+        if self._num_taken[num_bytes] == len(slabs):
+            slabs.append(_page_locked(num_bytes))
+        self._num_taken[num_bytes] += 1
+        return slabs[self._num_taken[num_bytes] - 1]
 
 
 def _page_locked(num_bytes: int) -> Tensor:
     slab = torch.empty(num_bytes, dtype=torch.uint8)
-    outcome = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), num_bytes, 0)
+    outcome = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
     if int(outcome):
         raise MemoryError(f"{num_bytes / 2**30:.1f} GiB of host memory could not be page-locked: {outcome}. Is so much of it free?")
     return slab
