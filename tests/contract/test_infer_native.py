@@ -84,6 +84,18 @@ def test_bits_do_not_depend_on_neighbours_arrival_or_slot(busy: Driver, alone: d
     assert {name: fingerprint(busy.replies[name]) for name in alone} == alone
 
 
+def test_bits_of_long_contexts_do_not_depend_on_longer_ones(tmp_path: Path) -> None:
+    """Prompts of several chunks beside longer ones, whose keys and values are read further."""
+    heads = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    asked = [ask(f"{n}", prompt_of(length, seed=n), n, max_new_tokens=24) for n, length in enumerate((40, 190, 250, 260, 500, 700))]
+    folder, found = make_model(tmp_path, **heads), []
+    for num_slots in (1, 16):
+        with engine(folder, num_slots=num_slots, prefill_tokens=1024) as driver:
+            replies = driver.generate(*asked) if num_slots > 1 else [driver.generate(request)[0] for request in asked]
+            found.append([fingerprint(reply) for reply in replies])
+    assert found[0] == found[1]
+
+
 def test_decoding_runs_only_the_rows_that_are_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(folder, num_slots=64) as driver:
         assert isinstance(driver.backend, Native)

@@ -6,7 +6,7 @@ computes one token for each of the first R slots, samples the next one and leave
 only reads.
 Shapes are bucketed:
 
-    prefill   chunk lengths from `chunk_length`, always with the same number of rows for a length
+    prefill   chunk lengths from `chunk_length`, attention over `cache_length` positions, the same for all rows of a call
     decode    rows in steps of 16, attention over `cache_length` positions
 
 A prefill's shape depends on the request's own length alone. For decode's shapes, float32 products on one CPU thread give a row
@@ -270,10 +270,10 @@ class SlotRunner(Runner):
     # -- Computing
 
     def fill(self, entries: Sequence[Request]) -> None:
-        """One call for the oldest request and those whose chunk has the same length, and a copy for those whose prompt is complete in
-        another slot; whose prompt is on its way in another slot waits for it."""
+        """One call for the oldest request and those whose chunk has the same length and reaches as far back, and a copy for those whose
+        prompt is complete in another slot; whose prompt is on its way in another slot waits for it."""
         rows: list[Request] = []
-        length, has_progress = 0, False
+        shape, has_progress = (0, 0), False
         for entry in entries:
             if not entry.num_to_fill:
                 has_progress = True
@@ -289,10 +289,13 @@ class SlotRunner(Runner):
                     continue
                 if self._fillers.setdefault(prompt, entry.slot) != entry.slot:
                     continue
-            length = length or self.chunk_length(entry.num_to_fill)
-            if self.chunk_length(entry.num_to_fill) == length and len(rows) < self.chunk_rows(length):
+            own_length = self.chunk_length(entry.num_to_fill)
+            own_shape = own_length, cache_length(entry.num_cached + min(own_length, entry.num_to_fill))
+            shape = shape if rows else own_shape
+            if own_shape == shape and len(rows) < self.chunk_rows(own_length):
                 rows.append(entry)
         assert rows or has_progress, "whoever is waited for is among those to fill"
+        length, _ = shape
         if rows:
             self.prefill([Chunk(e.slot, e.num_cached, e.tokens[e.num_cached : -1][:length]) for e in rows], length)
         for entry in rows:
