@@ -131,7 +131,10 @@ class Session:
                 configure_logging=False,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=os.path.join(self.folder, "ray"),  # Ray opens its folder to everybody; the one around it stays closed
-                _system_config={"prestart_worker_first_driver": False},  # every worker has its own environment
+                _system_config={
+                    "prestart_worker_first_driver": False,  # every worker has its own environment
+                    "worker_niceness": 0,  # Ray's own choice would have them starve beside whatever else the machine does
+                },
             )
 
     def _join(self) -> None:
@@ -202,6 +205,7 @@ class Session:
             labels={**own, **({"gpu": kind_label} if kind_label else {}), **(found.labels if found else {})},
             device_ids=found.device_ids[:num_gpus] if found else (),
             free_gib=found.free_gib[:num_gpus] if found else (),
+            host_gib=found.host_gib if found else None,
             **common,
         )
 

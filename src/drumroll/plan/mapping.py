@@ -94,6 +94,7 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
     plan = Plan(placements, parallel, memory, num_parameters if own is None or num_parameters is not None else own.num_parameters)
     plan = replace(plan, stage_memory=stage_memory(plan, known, config, pool))
     _check_shared(plan, config, pool)
+    _check_hosts(plan, pool)
     return plan
 
 
@@ -290,6 +291,22 @@ def _check_shared(plan: Plan, config: RunConfig, pool: Pool) -> None:
             raise PlanError(
                 f"GPU {device.local} of {node.title} has {available:.1f} GiB, and its roles need at least {need / GIB:.1f} while {worst} "
                 f"works ({parts} GiB). {advice}, or give them devices of their own (`devices`)."
+            )
+
+
+def _check_hosts(plan: Plan, pool: Pool) -> None:
+    """Refuse what cannot wait in a machine's own memory. What a role once took there it keeps for the next time."""
+    for node in pool.nodes:
+        needs = {
+            role: max(use.host for use in uses.values()) * sum(device.node == node.id for device in plan.devices(role))
+            for role, uses in plan.stage_memory.items()
+        }
+        if node.host_gib is not None and sum(needs.values()) > node.host_gib * GIB:
+            parts = ", ".join(f"{role} {need / GIB:.1f}" for role, need in needs.items() if need)
+            raise PlanError(
+                f"{node.title} has {node.host_gib:.1f} GiB of host memory, and what waits there while others use its GPUs needs at least "
+                f"{sum(needs.values()) / GIB:.1f} ({parts} GiB). Let fewer roles leave (`trainer.offload`, `engine.offload`), learn "
+                f"adapters alone (`trainer.lora`), or use more machines."
             )
 
 

@@ -44,6 +44,8 @@ class Node:
     """What `CUDA_VISIBLE_DEVICES` calls each device; its local number otherwise."""
     free_gib: tuple[float, ...] = ()
     """Memory of each device that nobody has in use, where somebody has looked."""
+    host_gib: float | None = None
+    """Memory of the machine itself, where somebody has looked."""
 
     @property
     def title(self) -> str:
@@ -191,10 +193,16 @@ def local_pool(cpu_slots: int | None = None) -> Pool:
                     address="127.0.0.1",
                     device_ids=tuple(gpu.id for gpu in gpus),
                     free_gib=tuple(gpu.free_gib for gpu in gpus),
+                    host_gib=host_gib(),
                 ),
             )
         )
     return Pool((Node("local", num_devices=cpu_slots or num_cores(), kind="cpu", address="127.0.0.1"),))
+
+
+def host_gib() -> float:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def num_cores() -> int:

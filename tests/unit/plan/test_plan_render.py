@@ -5,10 +5,12 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from plan_configs import RL_ROLES, rl_config
 from rich.console import Console
 
-from drumroll.plan import Pool, make_plan, parse_pool
+from drumroll.errors import PlanError
+from drumroll.plan import Node, Pool, make_plan, parse_pool
 from drumroll.plan.placement import Plan
 from drumroll.plan.render import ranges, render
 
@@ -93,6 +95,16 @@ def test_memory_by_role_and_stage(tmp_path: Path) -> None:
     trainer = next(line for line in lines if line[0] == "actor_train" and "host" in line[1])
     assert trainer[1] == f"host {12 * p / 2**30:.1f}"
     assert any(line[0] == "device 0" and line[-1] == "of 139.8" for line in lines)
+
+
+def test_a_host_that_cannot_hold_what_waits_is_refused(tmp_path: Path) -> None:
+    """Masters and moments of seven billion parameters are 85.1 GiB, the engine's weights 14.2."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    model = {"path": str(tmp_path), "dtype": "bfloat16"}
+    config = rl_config(model=model, trainer={"offload": True, "gradient_checkpointing": True}, engine={"offload": True, "num_slots": 64})
+    make_plan(config, Pool((Node("local", 1, "gpu", 139.8, host_gib=126.0),)), RL_ROLES)
+    with pytest.raises(PlanError, match=r"96\.0 GiB of host memory.*at least 99\.3 \(actor_train 85\.1, actor_infer 14\.2 GiB\)"):
+        make_plan(config, Pool((Node("local", 1, "gpu", 139.8, host_gib=96.0),)), RL_ROLES)
 
 
 def test_who_does_not_leave_counts_while_others_work(tmp_path: Path) -> None:
