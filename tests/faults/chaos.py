@@ -131,9 +131,15 @@ def frozen(folder: Path, minutes: float) -> dict[str, Any]:
 def moody(folder: Path, minutes: float) -> dict[str, Any]:
     """Asynchronous, as runs with slow and unreliable environments are; failing attempts take a second each."""
     changes = {
-        "max_steps": 120,
+        "max_steps": 60,
         "plugins": ["./tests/faults/moody.py"],
-        "rollout": {"max_staleness": 2, "env_deadline_s": 1.0, "reward_deadline_s": 1.0, "num_env_workers": 1},
+        "rollout": {
+            "max_staleness": 2,
+            "env_deadline_s": 1.0,
+            "reward_deadline_s": 1.0,
+            "num_env_workers": 1,
+            "groups_per_step": 2 * GROUPS,
+        },
         "algo": {"correction": {"kind": "truncated_is"}},
     }
 
@@ -210,7 +216,8 @@ def kill_newcomer(scene: Scene, since: float) -> None:
         found = []
         for process in controller.children(recursive=True):
             try:
-                if process.create_time() > since and "default_worker" in " ".join(process.cmdline()):
+                title = " ".join(process.cmdline())  # a worker's own, until it gives itself another one
+                if process.create_time() > since and ("default_worker" in title or title.startswith("ray::Host")):
                     found.append(process)
             except psutil.Error:
                 continue

@@ -40,6 +40,7 @@ class RewardProcesses:
         self._busy: dict[Child, float] = {}
         """Since when each of the others is at its question."""
         self._starting: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     async def start(self) -> None:
         """Bring a child up. The first question does that, too."""
@@ -64,13 +65,14 @@ class RewardProcesses:
             del self._busy[child]
             if child.alive:
                 self._idle.put_nowait(child)
-            elif not self._busy and self._idle.empty():
+            else:
                 self._begin()
         if not ok:
             raise RewardError(answer)
         return dict(answer)
 
     async def close(self) -> None:
+        self._is_closed = True
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
@@ -102,6 +104,8 @@ class RewardProcesses:
 
     def _begin(self) -> None:
         """Start a further child, for whoever comes first."""
+        if self._is_closed:
+            return
         task = asyncio.create_task(self._bring_up())
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
