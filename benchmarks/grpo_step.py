@@ -1,7 +1,7 @@
 """How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
 
 python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
-                               [--tailed] [--staleness 1] [--trl-batch 64] [--set trainer.threads=2 ...]
+                               [--warm-up 2] [--tailed] [--staleness 1] [--trl-batch 64] [--set trainer.threads=2 ...]
 
 Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
 update, with no reference and nothing stale. Replies end only by their length, which with `--tailed` has a long tail: the same lengths on
@@ -32,6 +32,7 @@ SETTINGS = ["trainer.threads=2"]
 """Of drumroll on two cores, where trainer and engines take turns: a thread in each of two engines, two in the trainer."""
 
 ASYNCHRONOUS = ("algo.correction.kind=truncated_is", "rollout.max_staleness={}")
+"""What makes a run asynchronous, for a number of versions."""
 
 
 def main() -> None:

@@ -50,14 +50,13 @@ from drumroll.errors import CheckpointError, ModelError
 from drumroll.models.division import in_files
 from drumroll.models.folder import CLASSIFIER_ENDING
 from drumroll.models.loading import check_complete, load_model
+from drumroll.plan.cost import LEARNERS
 from drumroll.registry import register
 from drumroll.text.packing import micro_batches, pack_demonstrations, select, token_indices
 from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 
 _LOGITS_PER_CHUNK = 2**27
 """Logits whose float32 copies are held at the same time: half a GiB each."""
-
-FROZEN_ROLES = ("reference", "teacher")
 
 _FILLED_IN = frozenset({"entropy", "top_logp"})
 """Fields of the batch that a pass fills in where the loss needs them."""
@@ -94,7 +93,7 @@ class Fsdp2(TrainBackend):
         else:
             torch.set_num_threads(self.config.threads)
         self._sharded = rank.world > 1
-        self._is_narrow = not self._sharded and (rank.role in FROZEN_ROLES or self.config.lora is not None)
+        self._is_narrow = not self._sharded and (rank.role not in LEARNERS or self.config.lora is not None)
         """Whether the weights themselves are held in the numbers that passes compute in, because they do not learn."""
         self._shelf = Shelf()
         self._group = RankGroup(rank, self.config.timeout_s)
