@@ -765,8 +765,8 @@ class CheckpointConfig(Options):
     every_s: PositiveFloat = 600.0
     """A checkpoint is also written when the last one is this old."""
     to_disk: bool = True
-    """False writes none but the one that a comparison with more supervised fine-tuning goes back to: the run leaves its final model, and can
-    neither be resumed nor go back."""
+    """False writes none but the one that a comparison with more supervised fine-tuning goes back to. The run leaves its final model, and
+    can neither be resumed nor go back."""
     root: str | None = None
     """Folder or any fsspec URL, such as `s3://bucket/run`; `<run>/checkpoints` otherwise."""
     keep_last: PositiveInt = 2
