@@ -12,26 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import ARCHITECTURES, EOS, Driver, ask, bucketed, engine, make_model, prompt_of, reference, tensors
+from installed import missing
 
 from drumroll.backends.checksum import checksum
-from drumroll.backends.infer import sglang, vllm
 from drumroll.backends.sampling import processed_logp
 from drumroll.config.models import EngineConfig
-from drumroll.errors import DrumrollError, PluginError, WeightSyncError
+from drumroll.errors import DrumrollError, WeightSyncError
 from drumroll.registry import REGISTRY
 from drumroll.types import Version
 
 BACKENDS = REGISTRY.names("infer_backend")
-INSTALLED = {"vllm": vllm.check_installed, "sglang": sglang.check_installed}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    if request.param in INSTALLED:
-        try:
-            INSTALLED[request.param]()
-        except PluginError as error:
-            pytest.skip(f"{error} `make test-{request.param}` does both.")
+    if why := missing(request.param):
+        pytest.skip(why)
     return str(request.param)
 
 

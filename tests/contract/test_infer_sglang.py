@@ -1,8 +1,7 @@
-"""What only the SGLang engine has: processes of its own, versions that it knows, an installation that may be missing."""
+"""What only the SGLang engine has: processes of its own."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import signal
 import subprocess
@@ -13,42 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_driver import ask, engine, make_model, prompt_of
+from installed import needs
 
-from drumroll.backends.infer.sglang import Sglang, check_installed
-from drumroll.errors import PluginError, WorkerError
+from drumroll.errors import WorkerError
 
-
-def installed() -> bool:
-    try:
-        check_installed()
-    except PluginError:
-        return False
-    return True
-
-
-needs_sglang = pytest.mark.skipif(not installed(), reason="SGLang is not installed; `make test-sglang` installs it")
-
-
-def test_a_missing_sglang_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", nothing)
-    with pytest.raises(PluginError, match=r"pip install 'drumroll\[sglang\]'"):
-        Sglang.Config()
-
-
-@pytest.mark.parametrize("version", ["0.5.21", "0.5.22.post1", "0.5.23"])
-def test_supported_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
-    check_installed()
-
-
-@pytest.mark.parametrize("version", ["0.5.20", "0.5.24", "0.6", "1.0.0rc1"])
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
-    with pytest.raises(PluginError, match=r"expected at least 0\.5\.21 and below 0\.5\.24"):
-        check_installed()
+needs_sglang = needs("sglang")
 
 
 def alive(pids: list[int]) -> list[int]:

@@ -1,8 +1,7 @@
-"""What only the vLLM engine has: processes of its own, versions that it knows, an installation that may be missing."""
+"""What only the vLLM engine has: processes of its own."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import signal
 import subprocess
@@ -14,43 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import ask, engine, make_model, prompt_of, reference, tensors
+from installed import needs
 
-from drumroll.backends.infer.vllm import Vllm, check_installed
-from drumroll.errors import PluginError, WorkerError
+from drumroll.errors import WorkerError
 from vllm_processes import vllm_processes
 
-
-def installed() -> bool:
-    try:
-        check_installed()
-    except PluginError:
-        return False
-    return True
-
-
-needs_vllm = pytest.mark.skipif(not installed(), reason="vLLM is not installed; `make test-vllm` installs it")
-
-
-def test_a_missing_vllm_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", nothing)
-    with pytest.raises(PluginError, match=r"pip install 'drumroll\[vllm\]'"):
-        Vllm.Config()
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu"])
-def test_supported_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
-    check_installed()
-
-
-@pytest.mark.parametrize("version", ["0.25.1", "0.33.0rc1", "1.0"])
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
-    with pytest.raises(PluginError, match=r"expected at least 0\.26 and below 0\.33"):
-        check_installed()
+needs_vllm = needs("vllm")
 
 
 @needs_vllm

@@ -83,6 +83,10 @@ class LocalSession:
     def last_words(self, node: str, pid: int) -> str:
         return ""
 
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        yield
+
     def adopt(self, actor: LocalHandle) -> None:
         self._actors.append(actor)
 

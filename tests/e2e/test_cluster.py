@@ -323,6 +323,35 @@ class TestWeightSync:
             engines.on(0, "receive_weights", offer, 0, "shared_memory", "keep")
 
 
+LATE_LAUNCH = """
+    import threading
+    import ray
+    from drumroll.cluster.cluster import Cluster
+    from drumroll.cluster.session import Session
+    from drumroll.config.models import RayConfig
+    from drumroll.errors import WorkerLost
+    from drumroll.plan import Device, Placement
+
+    def replace(when):
+        try:
+            cluster.replace(0)
+        except Exception as error:
+            print(f"{when}: {type(error).__name__}")
+
+    with Session(RayConfig(object_store_mib=128, cpu_slots=1)) as session:
+        place = Placement("environment", 0, "local", (Device(0, "local", 0, "cpu"),), "cpu")
+        cluster = Cluster.launch(session, [place], "cluster_workers:Echo", kwargs={"greeting": "hi"})
+        began = threading.Event()
+        adopt = session.adopt
+        session.adopt = lambda actor: (adopt(actor), began.set())
+        late = threading.Thread(target=replace, args=["at the end"])
+        late.start()
+        began.wait()
+    late.join()
+    replace("after it")
+    print("Ray runs:", ray.is_initialized())
+"""
+
 INTERRUPTED_RUN = """
     import signal, sys, time
     from drumroll.cluster.cluster import Cluster
@@ -405,6 +434,14 @@ class TestProcesses:
         """
         run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30, check=False)
         assert "UserError: `ray.address`: cannot join the Ray cluster '127.0.0.1:9': ConnectionRefusedError" in run.stderr
+
+    def test_a_launch_that_is_late_starts_no_other_ray(self) -> None:
+        """Threads replace workers until the very end of a session: one hangs on to the end of a launch, another comes after it."""
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        command = [sys.executable, "-c", textwrap.dedent(LATE_LAUNCH)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.splitlines() == ["at the end: WorkerLost", "after it: WorkerLost", "Ray runs: False"]
 
     def test_one_session_at_a_time_in_a_process(self, session: Session) -> None:
         with pytest.raises(UserError, match="connected to Ray already"), Session(RayConfig()):

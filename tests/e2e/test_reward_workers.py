@@ -39,7 +39,8 @@ def trouble(trajectory):
         if once("die"):
             os._exit(1)
         if os.environ.get("RAY_JOB_ID") and once("take the worker along"):
-            os.kill(os.getppid(), signal.SIGKILL)
+            nursery = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(nursery.rpartition(")")[2].split()[1]), signal.SIGKILL)
     return 0.0
 
 

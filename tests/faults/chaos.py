@@ -25,7 +25,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import psutil
-from sabotage import Blow, Outcome, Scene, at_random, sabotaged
+from sabotage import Outcome, Scene, at_random, sabotaged
 
 from drumroll.config.load import merge
 from drumroll.record.files import read_lines
@@ -68,37 +66,39 @@ def nobody(scene: Scene) -> None:
 
 
 def kills(folder: Path, minutes: float) -> dict[str, Any]:
-    """A clean run of that many minutes, then the same with twenty kills of its engines."""
+    """A clean run of that many minutes, then the same with its engines killed: twenty times in twelve minutes."""
+    num_kills = max(len(MOODS), round(minutes * 20 / 12))
     pace = rl_seconds(sabotaged(tree(folder / "pace", max_steps=30), nobody)) / 30
     steps = max(40, round(60 * minutes / pace))
     clean = sabotaged(tree(folder / "clean", max_steps=steps), nobody)
     rng = random.Random(3)
 
     def plan(scene: Scene) -> None:
-        for number, step in enumerate(at_random(rng, 20, 5, steps - 20)):
+        for number, step in enumerate(at_random(rng, num_kills, 5, steps - 20)):
             mood = MOODS[number % len(MOODS)]
             scene.await_step(step)
             scene.await_incident("engine serves", number)
             if mood in PHASES:
                 scene.await_phase(PHASES[mood])
-            began = time.time()
             scene.strike("engines", number % 2)
             if mood == "starting":
-                kill_newcomer(scene, began)
-        scene.await_incident("engine serves", 20)
+                scene.strike_newcomer("engines", number % 2)
+        scene.await_incident("engine serves", num_kills)
 
     faulty = sabotaged(tree(folder / "faulty", max_steps=steps), plan)
     faulty.check_samples(GROUPS, GROUP_SIZE)
-    noticed, served = ([faulty.first(kind, blow) for blow in faulty.blows] for kind in ("worker lost", "engine serves"))
+    noticed = [faulty.first(blow, "worker lost", "worker not replaced") for blow in faulty.blows]
+    served = [faulty.first(blow, "engine serves") for blow in faulty.blows]
     seconds = {"clean": rl_seconds(clean), "faulty": rl_seconds(faulty)}
+    ratio = seconds["faulty"] / seconds["clean"]
     return {
         "steps": steps,
         "kills": len(faulty.blows),
         "noticed_s_max": max(noticed),
         "served_s_max": max(served),
         "seconds": seconds,
-        "ratio": seconds["faulty"] / seconds["clean"],
-        "holds": len(faulty.blows) == 20 and max(noticed) <= 2.0 and max(served) <= 15.0 and seconds["faulty"] <= 1.3 * seconds["clean"],
+        "ratio": ratio,
+        "holds": len(faulty.blows) >= num_kills and max(noticed) <= 2.0 and max(served) <= 15.0 and ratio <= 1.3,
     }
 
 
@@ -122,7 +122,7 @@ def frozen(folder: Path, minutes: float) -> dict[str, Any]:
     changes = {"max_steps": 80, "rewards": rewards, "reward_workers": 2, "rollout": {"num_env_workers": 2}}
     outcome = sabotaged(tree(folder, **changes), plan)
     outcome.check_samples(GROUPS, GROUP_SIZE)
-    noticed = {blow.cluster: outcome.first("worker lost", blow) for blow in outcome.blows}
+    noticed = {blow.cluster: outcome.first(blow, "worker lost") for blow in outcome.blows}
     longest = max(step_seconds(outcome))
     holds = len(noticed) == 3 and max(noticed.values()) <= 15.0 and longest <= 30.0
     return {"noticed_s": noticed, "longest_step_s": longest, "holds": holds}
@@ -206,28 +206,6 @@ def trained_samples(outcome: Outcome) -> float:
 def no_leak(outcome: Outcome) -> bool:
     """Whether all that was trained on had a verdict."""
     return all(line["rollout/no_verdict_ratio"] == 0.0 for line in read_lines(outcome.run.metrics_file) if "weights" in line)
-
-
-def kill_newcomer(scene: Scene, since: float) -> None:
-    """End the process that is being started in a lost worker's place."""
-    controller = psutil.Process()
-
-    def newcomers() -> list[psutil.Process]:
-        found = []
-        for process in controller.children(recursive=True):
-            try:
-                title = " ".join(process.cmdline())  # a worker's own, until it gives itself another one
-                if process.create_time() > since and ("default_worker" in title or title.startswith("ray::Host")):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    scene.until(newcomers, "a process that takes its place")
-    time.sleep(0.5)
-    for process in newcomers():
-        process.kill()
-        scene.blows[-1] = Blow(**{**vars(scene.blows[-1]), "time": time.time()})
 
 
 def _spin() -> None:

@@ -9,7 +9,8 @@ from drumroll.envs.base import Step
 from drumroll.envs.single_turn import SingleTurn
 from drumroll.registry import register
 
-CHANCE = random.Random(5)
+CHANCE = random.SystemRandom()
+"""Not seeded: processes that begin alike must not fail alike."""
 
 
 @register.env("moody")

@@ -28,6 +28,8 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
+from drumroll.cluster.host import HostInfo
+from drumroll.cluster.session import Session
 from drumroll.config.load import check_config
 from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.start import start
@@ -62,6 +64,8 @@ class Scene:
     step: int = 0
     """The last one that is on record."""
     blows: list[Blow] = field(default_factory=list)
+    newcomers: list[int] = field(default_factory=list)
+    """Processes of all workers so far, in the order in which they came up, each before it has imported what it needs."""
     is_over: bool = False
     errors: list[BaseException] = field(default_factory=list)
 
@@ -102,8 +106,18 @@ class Scene:
     def strike(self, cluster: str, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a worker's process a signal."""
         handle = getattr(self.fleet, cluster).handles[rank]
-        os.kill(handle.pid, number)
-        self.blows.append(Blow(cluster, rank, number, time.time(), handle.where))
+        self._send(handle.pid, Blow(cluster, rank, number, time.time(), handle.where))
+
+    def strike_newcomer(self, cluster: str, rank: int) -> None:
+        """End the next process that comes up to take a worker's place, while it starts."""
+        known = len(self.newcomers)
+        self.until(lambda: len(self.newcomers) > known, "a process that takes its place")
+        handle = getattr(self.fleet, cluster).handles[rank]
+        self._send(self.newcomers[known], Blow(cluster, rank, signal.SIGKILL, time.time(), handle.where))
+
+    def _send(self, pid: int, blow: Blow) -> None:
+        os.kill(pid, blow.number)
+        self.blows.append(blow)
 
 
 @dataclass
@@ -123,14 +137,14 @@ class Outcome:
     def incidents(self) -> list[dict[str, Any]]:
         return read_lines(self.run.incidents_file)
 
-    def first(self, kind: str, blow: Blow) -> float:
-        """Seconds from a blow to the first incident of this kind after it that speaks of the same worker."""
+    def first(self, blow: Blow, *kinds: str) -> float:
+        """Seconds from a blow to the first incident of these kinds after it that speaks of the same worker."""
         found = [
             line["time"] - blow.time
             for line in self.incidents
-            if line["kind"] == kind and line["time"] > blow.time and blow.where in line["reason"]
+            if line["kind"] in kinds and line["time"] > blow.time and blow.where in line["reason"]
         ]
-        assert found, f"{blow}: nothing of kind '{kind}' followed"
+        assert found, f"{blow}: nothing of {kinds} followed"
         return min(found)
 
     def check_samples(self, groups_per_step: int, group_size: int) -> None:
@@ -168,6 +182,12 @@ def sabotaged(tree: Mapping[str, Any], plan: Callable[[Scene], None], *patches: 
         log_step(rec, step, *args, **kwargs)
         scene.step = step
 
+    came_up = Session.came_up
+
+    def welcomed(session: Session, info: HostInfo) -> None:
+        came_up(session, info)
+        scene.newcomers.append(info.pid)
+
     def play() -> None:
         try:
             plan(scene)
@@ -183,6 +203,7 @@ def sabotaged(tree: Mapping[str, Any], plan: Callable[[Scene], None], *patches: 
             patch.object(Fleet, "start_rl", noticed),
             patch.object(PhaseTimer, "__init__", watched),
             patch.object(Recorder, "log_step", logged),
+            patch.object(Session, "came_up", welcomed),
         )
         for each in (*own, *patches):
             stack.enter_context(each)

@@ -86,7 +86,7 @@ def test_frozen_workers_are_replaced_and_poison_is_quarantined(tmp_path: Path) -
     outcome = sabotaged(tree(tmp_path / "faults", **changes), plan)
     assert len(outcome.blows) == 3
     for blow in outcome.blows:
-        assert outcome.first("worker lost", blow) < SILENCE_S + 5.0
+        assert outcome.first(blow, "worker lost") < SILENCE_S + 5.0
     outcome.check_samples(6, 4)
     assert outcome.weights == expected.weights, "bit for bit as if nothing had happened"
     quarantined = read_summary(outcome.run)["quarantined"]

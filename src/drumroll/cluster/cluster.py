@@ -226,7 +226,8 @@ class Cluster:
         """
         assert placements, "a cluster needs at least one placement"
         recipe = _Recipe(session, tuple(placements), target, kwargs or {}, rank_kwargs, deadline_s)
-        return cls(placements[0].role, recipe.bring_up(range(len(placements))), deadline_s, recipe)
+        with session.launch():
+            return cls(placements[0].role, recipe.bring_up(range(len(placements))), deadline_s, recipe)
 
     def replace(self, rank: int) -> Handle:
         """End what is left of one worker and start another in its place: on its node, or where that is gone and the worker needs no
@@ -240,13 +241,14 @@ class Cluster:
 
     def _rearrange(self, ranks: Sequence[int]) -> None:
         assert self._recipe is not None, "only what was launched can be launched again"
-        for rank in ranks:
-            ray.kill(self.handles[rank].actor)
         session, placements = self._recipe.session, list(self._recipe.placements)
-        for rank in ranks:
-            placements[rank] = session.relocate(placements[rank])
-        self._recipe = replace(self._recipe, placements=tuple(placements))
-        fresh = dict(zip(ranks, self._recipe.bring_up(ranks), strict=True))
+        with session.launch():
+            for rank in ranks:
+                ray.kill(self.handles[rank].actor)
+            for rank in ranks:
+                placements[rank] = session.relocate(placements[rank])
+            self._recipe = replace(self._recipe, placements=tuple(placements))
+            fresh = dict(zip(ranks, self._recipe.bring_up(ranks), strict=True))
         with self._lock:
             self.handles = tuple(fresh.get(rank, handle) for rank, handle in enumerate(self.handles))
             self._outstanding = [0 if rank in fresh else count for rank, count in enumerate(self._outstanding)]

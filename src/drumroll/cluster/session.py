@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,12 +33,12 @@ import ray
 import ray._private.parameter
 import ray._private.utils
 import ray._private.worker
-from ray._private import ray_constants, services
+from ray._private import auto_init_hook, ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drumroll.cluster.host import HostInfo, seat
 from drumroll.config.models import RayConfig
-from drumroll.errors import NodeLost, UserError, WorkerError
+from drumroll.errors import NodeLost, UserError, WorkerError, WorkerLost
 from drumroll.plan import Node, Placement, Pool, local_pool
 
 LOCAL = "local"
@@ -86,6 +87,9 @@ class Session:
         self._stack = ExitStack()
         self._actors: list[Any] = []
         self._ending = False
+        self._launches = threading.Condition()
+        self._num_launches = 0
+        """That are under way, in whatever threads."""
         self._local_pids: set[int] = set()
         self._guardian: _Guardian | None = None
 
@@ -96,6 +100,7 @@ class Session:
     def __enter__(self) -> Self:
         if ray.is_initialized():
             raise UserError("this process is connected to Ray already. Call `ray.shutdown()` first.")
+        auto_init_hook.enable_auto_connect = False  # a thread that is late must not start another Ray, without a token or a guardian
         try:
             self._stack.enter_context(_quiet())
             # Errors of results that nobody asks for any more are ignored; the mode is set by Ray itself.
@@ -157,6 +162,8 @@ class Session:
         try:
             self.end_workers()
         finally:
+            with self._launches:
+                self._launches.wait_for(lambda: self._num_launches == 0, timeout=STOP_S)
             self._actors.clear()
             try:
                 ray.shutdown()
@@ -252,6 +259,20 @@ class Session:
         wanted = _environment_on(placement.kind, visible)
         return {name: value for name, value in wanted.items() if self._inherited.get(name) != value}
 
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        """While workers are launched, in any thread. The end of the session waits for it, and lets no other one begin."""
+        with self._launches:
+            if self._ending:
+                raise WorkerLost("nothing is launched any more: the session is ending.")
+            self._num_launches += 1
+        try:
+            yield
+        finally:
+            with self._launches:
+                self._num_launches -= 1
+                self._launches.notify_all()
+
     def adopt(self, actor: Any) -> None:
         """End this actor with the session."""
         self._actors.append(actor)
@@ -260,7 +281,8 @@ class Session:
 
     def end_workers(self) -> None:
         """End every worker, and each that is adopted from now on: launches in other threads fail at once instead of going on."""
-        self._ending = True
+        with self._launches:
+            self._ending = True
         for actor in tuple(self._actors):
             with suppress(Exception):
                 ray.kill(actor)

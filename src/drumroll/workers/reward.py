@@ -1,6 +1,6 @@
 """The `reward` role: computes the rewards that take long or need a device, away from the episodes.
 
-Plain functions run in a child process, one trajectory at a time, and are killed at their deadline. `async` ones (sandboxes, judges,
+Plain functions run in child processes, one trajectory at a time, and are killed at their deadline. `async` ones (sandboxes, judges,
 models) run on the event loop, as many at a time as they choose.
 """
 
@@ -14,7 +14,7 @@ from drumroll.config.models import RewardConfig
 from drumroll.registry import REGISTRY
 from drumroll.rewards.compose import unique_names
 from drumroll.rewards.place import Place
-from drumroll.rewards.process import RewardProcess
+from drumroll.rewards.process import RewardProcesses
 from drumroll.rewards.reward import Parts, Reward
 from drumroll.types import RankInfo, Trajectory
 
@@ -39,7 +39,7 @@ class RewardWorker:
                 if not reward.is_async:
                     child = self._child_number[domain, number] = len(configs)
                     configs[child], names[child] = config, name
-        self._process = RewardProcess(configs, names)
+        self._processes = RewardProcesses(configs, names)
 
     async def open(self) -> None:
         """Get everything ready: child process, sandboxes, models."""
@@ -59,11 +59,11 @@ class RewardWorker:
             if key not in self._child_number:
                 await reward.start(place)
         if self._child_number:
-            await self._process.start()
+            await self._processes.start()
 
     async def close(self) -> None:
         """End what runs beside this process."""
-        await self._process.close()
+        await self._processes.close()
         for reward in self._here.values():
             await reward.close()
 
@@ -73,5 +73,5 @@ class RewardWorker:
         deadline_s = reward.config.deadline_s or self._deadline_s
         child = self._child_number.get((domain, number))
         if child is not None:
-            return await self._process.ask(child, trajectory, deadline_s)
+            return await self._processes.ask(child, trajectory, deadline_s)
         return await reward.ask(trajectory, deadline_s)
