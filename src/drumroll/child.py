@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import gc
 import importlib
 import os
 import pickle
@@ -33,6 +32,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, Self
+
+from drumroll.imports import begin_importing, have_imported
 
 HEAD = struct.Struct(">Q")
 NEWS = struct.Struct(">ii")
@@ -237,6 +238,7 @@ def serve_from_nursery(fd: int, opener: str) -> None:
 def nurse(fd: int, opener: str) -> None:
     """A nursery: make a child for every connection that arrives, until the parent hangs up."""
     _die_with_parent()
+    begin_importing()
     with socket.socket(fileno=fd) as control:
         with control.makefile("rwb") as pipe:
             try:
@@ -244,11 +246,10 @@ def nurse(fd: int, opener: str) -> None:
             except Exception as error:
                 _write(pipe, f"{type(error).__name__}: {error}")
                 return
+            have_imported()
             is_alone = len(os.listdir("/proc/self/task")) == 1
             _write(pipe, "")
             _write(pipe, is_alone)
-        gc.collect()
-        gc.freeze()  # what is never looked at stays shared
         if is_alone:
             _breed(control, begin)
 
@@ -303,12 +304,14 @@ def _live(connection: socket.socket, begin: Callable[[], Answer], nursery: int) 
 
 def _attend(connection: socket.socket, begin: Callable[[Any], Answer]) -> None:
     """Say that it has begun, or why not; then answer questions."""
+    begin_importing()
     with connection.makefile("rwb") as pipe, contextlib.suppress(EOFError):
         try:
             answer = begin(pipe)
         except Exception as error:
             _write(pipe, f"{type(error).__name__}: {error}")
             return
+        have_imported()
         _write(pipe, "")
         while True:
             _write(pipe, answer(_read(pipe)))

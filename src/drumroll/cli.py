@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from drumroll.errors import DrumrollError, PluginError, UserError
+from drumroll.imports import importing
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning of language models and agents."
@@ -40,9 +41,10 @@ def train(
     ] = False,
 ) -> None:
     """Train as the config says."""
-    from drumroll.pipelines.start import start
+    with importing():
+        from drumroll.pipelines.start import start
 
-    cfg = _config(inputs)
+        cfg = _config(inputs)
     if supervise:
         raise typer.Exit(_supervised(cfg, inputs))
     start(cfg)
@@ -59,7 +61,8 @@ def resume(
     ] = None,
 ) -> None:
     """Go on with a run that was cut off, from its newest good checkpoint."""
-    from drumroll.pipelines.start import resume
+    with importing():
+        from drumroll.pipelines.start import resume
 
     resume(run, overrides or (), changed or ())
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import gc
 import importlib
 import inspect
 import os
@@ -33,6 +32,7 @@ import ray
 
 from drumroll.backends.exhaustion import device_error
 from drumroll.errors import DeviceMemoryError, DrumrollError, WorkerError, WorkerLost
+from drumroll.imports import begin_importing, have_imported
 from drumroll.luggage import Luggage
 from drumroll.types import RankInfo
 
@@ -145,6 +145,7 @@ class Host:
     """Kept here: the event loop alone does not keep a task that nothing will wake."""
 
     def __init__(self) -> None:
+        begin_importing()
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._worker: Any = None
         self._where = "a worker that has not started"
@@ -200,9 +201,7 @@ class Host:
             return getattr(importlib.import_module(module), name)(rank=rank, **kwargs)
 
         self._worker = await self._run(target, build)
-        # Libraries bring hundreds of thousands of objects that never go: the collector need not look at them again and again.
-        gc.collect()
-        gc.freeze()
+        have_imported()
 
     async def call(self, method: str, num_returns: int | None, template: tuple[Iterable[Any], Mapping[str, Any]], *values: Any) -> Any:
         """Run a method of the worker; `values` are the by-reference arguments, which Ray has fetched.

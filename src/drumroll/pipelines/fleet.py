@@ -28,6 +28,7 @@ from drumroll.cluster.weights import SyncReport, WeightSync
 from drumroll.config.models import PreferenceRunConfig, RlConfig, Role, RunConfig, SftConfig, SftRunConfig, TeacherConfig
 from drumroll.errors import CheckpointError, DrumrollError, ModelError, WorkerError, WorkerLost
 from drumroll.hub import resolve_folder
+from drumroll.imports import importing
 from drumroll.life import Departure, Span
 from drumroll.models.prepare import prepare_model, resolve_dtype, resolve_model
 from drumroll.pipelines.job import EvalJob, PreferenceJob, RlJob, SftJob
@@ -798,7 +799,7 @@ def launch(job: RlJob | EvalJob | SftJob | PreferenceJob, folder: RunFolder, rec
     """Start Ray and every worker; end all of them when the block ends, however it ends."""
     cfg = job.cfg
     with ExitStack() as stack:
-        with rec.stage("starting workers"), rec.phase("start"), ThreadPoolExecutor(1) as aside:
+        with rec.stage("starting workers"), rec.phase("start"), importing(), ThreadPoolExecutor(1) as aside:
             model = aside.submit(prepare_model, cfg.model, folder.initial_model, cfg.seed)
             session = stack.enter_context(Session(cfg.ray))
             plan = make_plan(cfg, session.pool(), job.roles)

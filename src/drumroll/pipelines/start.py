@@ -15,6 +15,7 @@ from rich.console import Console
 from drumroll.config.load import apply_override, check_config, named_kinds
 from drumroll.config.models import RunConfig
 from drumroll.errors import ConfigError, RunFolderError
+from drumroll.imports import importing
 from drumroll.pipelines import preference, rl, sft
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.fleet import launch
@@ -31,7 +32,8 @@ from drumroll.types import Version
 
 def start(cfg: RunConfig, folder: RunFolder | None = None) -> RunFolder:
     """Run to the end; returns the run's folder. Nothing is started or written before every check has passed."""
-    job = prepare(cfg)
+    with importing():
+        job = prepare(cfg)
     folder = folder or RunFolder.claim(cfg.run_dir, cfg.name)
     with folder.lock(), checkpoint_store(cfg, folder) as checkpoints:
         folder.save_config(cfg.model_dump(mode="json"))
@@ -100,7 +102,8 @@ def resume(path: str | Path, overrides: Sequence[str] = (), changed_files: Colle
                 folder.incident("damaged checkpoint", name=damaged.name, reason=damaged.reason)
             if origin is not None:
                 _refuse_changes(origin.state["config"], cfg.model_dump(mode="json"), {text.partition("=")[0] for text in overrides})
-            job = prepare(cfg)
+            with importing():
+                job = prepare(cfg)
             folder.save_config(cfg.model_dump(mode="json"))
             folder.save_plugins(_plugin_sources(cfg))
             name = origin.name if origin is not None else ""
