@@ -54,9 +54,21 @@ Assembler(rank, num_shards=1, seed=0, algo={"advantage": {"kind": "grpo"}})
 EngineWorker(rank, engine={"kind": "native", "num_slots": 4}, model_folder="MODEL", dtype="float32")
 """
 
+TRAIN = """
+from drumroll.types import RankInfo
+from drumroll.workers.trainer import TrainWorker
+
+rank = RankInfo("actor_train", 0, 1, "cpu")
+TrainWorker(rank, trainer={"kind": "fsdp2"}, model_folder="MODEL", dtype="float32", seed=0, algo={"advantage": {"kind": "grpo"}})
+"""
+OPTIMIZER = ["sympy", "torch", "torch._dynamo", "torch.distributed.tensor"]
+"""All that torch's optimizers import."""
+
 
 @pytest.mark.parametrize(
-    ("code", "needed"), [(CONTROLLER, ["torch"]), (BESIDE, []), (COMPUTE, ["torch"])], ids=["run", "beside", "compute"]
+    ("code", "needed"),
+    [(CONTROLLER, ["torch"]), (BESIDE, []), (COMPUTE, ["torch"]), (TRAIN, OPTIMIZER)],
+    ids=["run", "beside", "compute", "train"],
 )
 def test_only_what_is_needed_is_imported(tmp_path: Path, code: str, needed: list[str]) -> None:
     if "MODEL" in code:

@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 from drumroll.algo.loss import Loss, needs_of
 from drumroll.backends.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
+from drumroll.backends.llama_folder import LlamaFolder
 from drumroll.backends.offload import Shelf, settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.sharded import local
-from drumroll.backends.train.aligned_layers import use_aligned_layers
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.beginnings import computed
 from drumroll.backends.train.division import divide
@@ -43,6 +43,7 @@ from drumroll.backends.train.head import HeadQuestion, can_be_asked
 from drumroll.backends.train.lora import Adapters, LoraOptions, plain_name
 from drumroll.backends.train.masters import Masters
 from drumroll.backends.train.mismatch import mismatch, spread_of
+from drumroll.backends.train.plain_llama import PlainLlama
 from drumroll.backends.train.schedule import learning_rate
 from drumroll.backends.train.shards import Extent, RankState, Shards, copy_companions, new_folder, write_rank
 from drumroll.config.models import TrainerConfig
@@ -137,7 +138,7 @@ class Fsdp2(TrainBackend):
 
     def top_logprobs(self, batch: Batch, k: int) -> TopLogp:
         assert self.head == "lm", "a scalar head has values and no log-probabilities"
-        size = min(k, self._source_config.get_text_config().vocab_size)
+        size = min(k, self._vocab_size)
         said = TopLogp(
             torch.zeros(batch.num_tokens),
             torch.zeros(batch.num_tokens, size, dtype=torch.int32),
@@ -288,8 +289,7 @@ class Fsdp2(TrainBackend):
         truncates = bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any())
         targets = batch.token_ids[rows].to(self._device)
         rows = rows.to(self._device)
-        vocab_size = self._source_config.get_text_config().vocab_size
-        if self._question and not truncates and "top_logp" not in fills and self._question.pays(len(rows), vocab_size):
+        if self._question and not truncates and "top_logp" not in fills and self._question.pays(len(rows), self._vocab_size):
             with self._question.of(targets, settings[0], "entropy" in fills):
                 logp, entropy = self._logits(batch, places).unbind(-1)
             return self._spread_out(spread, rows, logp), {"entropy": self._spread_out(spread, rows, entropy)}
@@ -332,7 +332,7 @@ class Fsdp2(TrainBackend):
             use_cache=False,
             packed=layout,
         ).logits[0]
-        layout.check(self._num_layers, self._source_config.model_type)
+        layout.check(self._num_layers, self._model_type)
         return logits if len(logits) == len(asked) else logits[asked]  # where a model does not know `logits_to_keep`
 
     def _clip(self) -> float:
@@ -363,9 +363,8 @@ class Fsdp2(TrainBackend):
         return math.sqrt(self._group.total((norms**2 / copies).sum()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        model_type = self._source_config.model_type
         for name, tensor in self._whole_weights():
-            for in_file, index in in_files(model_type, name, tensor.shape):
+            for in_file, index in in_files(self._model_type, name, tensor.shape):
                 yield in_file, tensor[index]
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -498,9 +497,7 @@ class Fsdp2(TrainBackend):
             self._model.save_pretrained(aside, state_dict=state)
             if self._adapters:
                 self._adapters.write(aside / "adapter", adapters, str(self.model_folder))
-            config = copy.deepcopy(self._source_config)
-            config.dtype = self.dtype
-            config.save_pretrained(aside)
+            self._write_config(aside)
             copy_companions(self.model_folder, aside)
 
     def to(self, where: Literal["device", "host"]) -> None:
@@ -523,17 +520,30 @@ class Fsdp2(TrainBackend):
 
     def _load(self) -> Any:
         """The model on the CPU, in float32, without dropout, attending to packed sequences."""
+        is_plain = self._device.type == "cpu" and self.dtype == "float32" and self.head == "lm" and not self._sharded
+        if is_plain and self.config.lora is None and not self.config.gradient_checkpointing:
+            found = LlamaFolder.open(self.model_folder)
+            if found is not None:
+                model = PlainLlama(found)
+                self._note(model.config.model_type, model.config, model.write_config)
+                return model
+        return self._load_with_transformers()
+
+    def _note(self, model_type: str, config: Any, write: Callable[[Path], Any]) -> None:
+        """What kind of model it is, and how its config is written beside its weights."""
+        self._model_type, self._vocab_size, self._num_layers = model_type, int(config.vocab_size), int(config.num_hidden_layers)
+        self._write_config = write
+
+    def _load_with_transformers(self) -> Any:
         from transformers import AutoConfig
 
         register_packed_attention()
         try:
-            self._source_config = AutoConfig.from_pretrained(
-                self.model_folder, local_files_only=True, trust_remote_code=self.trust_remote_code
-            )
+            source = AutoConfig.from_pretrained(self.model_folder, local_files_only=True, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"'{self.model_folder}' cannot be loaded for training: {type(error).__name__}: {error}") from error
-        fresh = self._fit_scalar_head() if self.head == "scalar" else set()
-        config = copy.deepcopy(self._source_config)
+        fresh = self._fit_scalar_head(source) if self.head == "scalar" else set()
+        config = copy.deepcopy(source)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)  # log-probabilities must be those that the engine sampled at
@@ -548,27 +558,26 @@ class Fsdp2(TrainBackend):
         check_complete(self.model_folder, [name for name in missing if name not in fresh])
         if self._device.type == "cuda" and self.config.fused_layers:
             use_fused_layers(model)
-        if self._device.type == "cpu" and not self._sharded and self.config.lora is None:
-            use_aligned_layers(model)
         if self.head == "scalar":
             _score_every_token(model)
             if fresh:
                 torch.nn.init.zeros_(model.score.weight)
-            self._source_config.architectures = [type(model).__name__]
-        self._num_layers = config.get_text_config().num_hidden_layers
+            source.architectures = [type(model).__name__]
+        source.dtype = self.dtype
+        self._note(source.model_type, source.get_text_config(), source.save_pretrained)
         if self.config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model.train(self.config.gradient_checkpointing)  # transformers checkpoints only in training mode
 
-    def _fit_scalar_head(self) -> set[str]:
-        """Make the config one of a classifier with one label; names of the weights that the folder is allowed not to have."""
-        is_classifier = any(name.endswith(CLASSIFIER_ENDING) for name in self._source_config.architectures or ())
-        if is_classifier and self._source_config.num_labels != 1:
+    def _fit_scalar_head(self, source: Any) -> set[str]:
+        """Make the `source` config one of a classifier with one label; names of the weights that the folder is allowed not to have."""
+        is_classifier = any(name.endswith(CLASSIFIER_ENDING) for name in source.architectures or ())
+        if is_classifier and source.num_labels != 1:
             raise ModelError(
-                f"'{self.model_folder}' is a classifier with {self._source_config.num_labels} labels; one with a single label, or a "
+                f"'{self.model_folder}' is a classifier with {source.num_labels} labels; one with a single label, or a "
                 f"causal language model, was expected."
             )
-        self._source_config.num_labels = 1
+        source.num_labels = 1
         return set() if is_classifier else {"score.weight"}
 
     def _shard(self) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from drumroll.backends.infer.native.kernels import PAGE, add_rms_norm, rms_norm, rotate_and_store, silu_product
-from drumroll.backends.infer.native.layers import LlamaWeights, Shape, why_not_taken_model
+from drumroll.backends.infer.native.layers import LlamaWeights, why_not_taken_model
+from drumroll.backends.llama_folder import Shape
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(qkv, keys, values) of a layer → what its tokens gathered, [T, H D]."""

@@ -8,15 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drumroll.backends.llama_folder import Parts, Shape, why_not_taken
 from drumroll.backends.offload import Shelf
-from drumroll.models.folder import LLAMA_FAMILY
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,60 +32,8 @@ class Layer:
     down: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What such a decoder computes, besides its weights."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Shape:
-        """`config` as in a config.json; a field that is missing there is a KeyError."""
-        return cls(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            eps=config["rms_norm_eps"],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A decoder in pieces. `weights` are whole, by transformers' names; a tied head is there under both of its names, or under one."""
-
-    shape: Shape
-    weights: dict[str, Tensor]
-    cos: Tensor
-    """[positions, head_dim / 2], and `sin` likewise: by how much a token at each position is turned."""
-    sin: Tensor
-
-
-def why_not_taken(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """What keeps a model with this config, and weights of these names, from being computed here, or nothing."""
-    if config.get("model_type") not in LLAMA_FAMILY:
-        return f"it is of the type {config.get('model_type')}"
-    shape = Shape.of(config)
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    reasons = {
-        f"its heads have {shape.head_dim} numbers, which do not come in pairs": shape.head_dim % 2 == 1,
-        "it attends within a window": window is not None,
-        f"its activation is {config.get('hidden_act')}": config.get("hidden_act") != "silu",
-        "it has biases outside its queries, keys and values": any(
-            name.endswith(".bias") and not name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")) for name in names
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
 def why_not_taken_model(model: Any) -> str:
-    """The same of a model of transformers."""
+    """What keeps a model of transformers from being computed here, or nothing."""
     return why_not_taken(model.config.to_dict(), [name for name, _ in model.named_parameters()])
 
 

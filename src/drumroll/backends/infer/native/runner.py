@@ -127,7 +127,7 @@ def open_runner(cfg: Native.Config, folder: Path, dtype: str, device_name: str, 
 
     device = torch.device(device_name)
     if device.type == "cpu":
-        from drumroll.backends.infer.native.llama_folder import LlamaFolder
+        from drumroll.backends.llama_folder import LlamaFolder
 
         found = LlamaFolder.open(folder)
         if found is not None:

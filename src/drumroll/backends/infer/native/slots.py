@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drumroll.backends.infer.desk import Limits, limits_of
+from drumroll.backends.infer.desk import Limits, limits_from, limits_of
 from drumroll.backends.infer.native.cache import SlotCache
 from drumroll.backends.infer.native.layers import take_apart, why_not_taken_model
 from drumroll.backends.infer.native.lean import LeanModel
@@ -46,8 +46,8 @@ from drumroll.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from drumroll.backends.infer.base import Bucket, Checksums
     from drumroll.backends.infer.native import Native
-    from drumroll.backends.infer.native.llama_folder import LlamaFolder
     from drumroll.backends.infer.request import Request
+    from drumroll.backends.llama_folder import LlamaFolder
 
 ROW_STEP = 16
 """Decode's rows come in multiples of this; smaller matrix products may round differently."""
@@ -158,7 +158,10 @@ class SlotRunner(Runner):
     @classmethod
     def of_folder(cls, found: LlamaFolder, dtype: torch.dtype, cfg: Native.Config) -> SlotRunner:
         """On the CPU, of a folder that drumroll reads by itself."""
-        limits = found.limits(cfg.context_tokens)
+        ends = [source.get("eos_token_id") for source in (found.config, found.generation)]
+        limits = limits_from(
+            found.config.get("max_position_embeddings"), found.config["vocab_size"], ends, cfg.context_tokens, found.folder
+        )
         runner = cls(LeanModel(found.read(dtype, limits.context)), torch.device("cpu"), limits, cfg)
         runner._try_out(str(found.folder))
         return runner
