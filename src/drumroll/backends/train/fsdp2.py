@@ -33,6 +33,7 @@ from drumroll.backends.llama_folder import LlamaFolder
 from drumroll.backends.offload import Shelf, settle
 from drumroll.backends.sampling import processed_logp
 from drumroll.backends.sharded import local
+from drumroll.backends.train.adamw import AdamW
 from drumroll.backends.train.base import Metrics, TrainBackend
 from drumroll.backends.train.beginnings import computed
 from drumroll.backends.train.division import divide
@@ -224,7 +225,7 @@ class Fsdp2(TrainBackend):
         metrics = {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped": 1.0, "nonfinite": 0.0}
         if weight == 0.0:
             return metrics
-        self._optimizer.zero_grad(set_to_none=True)  # a loss that raised may have left some behind
+        self._optimizer.zero_grad()  # a loss that raised may have left some behind
         sums: dict[tuple[str, bool], Tensor] = {}
         for number in range(num_passes):
             self._reduce_gradients(self.config.reduce_every_pass or number == num_passes - 1)
@@ -241,15 +242,13 @@ class Fsdp2(TrainBackend):
         metrics |= {name: value / num_tokens if is_mean else value for (name, is_mean), value in totals.items()}
         metrics["grad_norm"] = norm = self._clip()
         if math.isfinite(norm) and math.isfinite(metrics["loss"]):
-            for settings in self._optimizer.param_groups:
-                settings["lr"] = lr
-            self._optimizer.step()
+            self._optimizer.step(lr)
             self._spread()
             self._num_updates += 1
             metrics["skipped"] = 0.0
         else:
             metrics["nonfinite"] = 1.0
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         return metrics
 
     def _learn(self, part: Batch, loss: Loss, sums: dict[tuple[str, bool], Tensor], log_ratios: list[Tensor] | None) -> None:
@@ -449,7 +448,7 @@ class Fsdp2(TrainBackend):
         for extent, value in state.pieces:
             target = tensor = self._learning[extent.parameter]
             if extent.what != "weight":
-                self._optimizer.state[tensor][extent.what] = target = _blank(tensor, value)
+                target = self._optimizer.state.setdefault(tensor, {})[extent.what] = _blank(tensor, value)
             local(target.detach()).copy_(value)
         self._spread()
         torch.set_rng_state(state.rng["cpu"])
@@ -463,16 +462,8 @@ class Fsdp2(TrainBackend):
         self._schedule, self._num_updates = schedule, 0
         self._optimizer = self._fresh_optimizer()
 
-    def _fresh_optimizer(self) -> torch.optim.AdamW:
-        """Each update sets its own learning rate."""
-        return LocalAdamW(
-            self._parameters,
-            lr=self.config.lr,
-            betas=self.config.betas,
-            eps=self.config.eps,
-            weight_decay=self.config.weight_decay,
-            fused=True,
-        )
+    def _fresh_optimizer(self) -> AdamW:
+        return AdamW(self._parameters, betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay)
 
     def export(self, folder: Path, *, replace: bool = False) -> None:
         state: dict[str, Tensor] = {}
@@ -628,18 +619,6 @@ class Fsdp2(TrainBackend):
         """Whether the next backward pass ends in a reduction over the ranks."""
         if self._sharded:
             self._model.set_requires_gradient_sync(now)
-
-
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW of what this rank holds of each tensor. Left to itself, torch works out anew in every update how all of them are sharded, and
-    refuses tensors that are sharded over different ranks."""
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """What to update, of which kind each: parameters, gradients, moments, steps."""
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for tensors in lists:
-            tensors[:] = map(local, tensors)
-        return has_complex
 
 
 def _chosen(
