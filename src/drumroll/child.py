@@ -146,7 +146,7 @@ class Nursery:
         self._control = control
         """The socket that its `Child` reads, once more: files can be sent through it."""
         self._can_fork = can_fork
-        self._births: deque[asyncio.Future[int]] = deque()
+        self._births: deque[asyncio.Future[tuple[int, asyncio.Future[int]]]] = deque()
         self._ended: dict[int, asyncio.Future[int]] = {}
         """Of each child."""
         self._listener = asyncio.create_task(self._hear()) if can_fork else None
@@ -164,7 +164,8 @@ class Nursery:
 
     @property
     def alive(self) -> bool:
-        return self._process.alive
+        """Whether it has children to give; one that cannot fork needs no process for that."""
+        return not self._can_fork or self._process.alive
 
     async def child(self) -> Child:
         """Another child; `ChildDied` with the reason where it could not begin."""
@@ -180,11 +181,11 @@ class Nursery:
                 raise ChildDied(f"its nursery has ended: {await self._process.end(DYING_S)}") from None
             self._births.append(born)
         try:
-            pid = await asyncio.shield(born)
+            pid, ended = await asyncio.shield(born)
         except BaseException:
             ours.close()  # whoever is born finds nobody there, and ends
             raise
-        child = await Child._at(ours, pid, self._ended[pid])
+        child = await Child._at(ours, pid, ended)
         await child._settle_in(child._listen())
         return child
 
@@ -207,8 +208,8 @@ class Nursery:
             while True:
                 pid, news = NEWS.unpack(await self._process._reader.readexactly(NEWS.size))
                 if news == BORN:
-                    self._ended[pid] = loop.create_future()
-                    self._births.popleft().set_result(pid)
+                    ended = self._ended[pid] = loop.create_future()
+                    self._births.popleft().set_result((pid, ended))
                 else:
                     self._ended.pop(pid).set_result(news)
         why = await self._process.end(DYING_S)
