@@ -96,6 +96,8 @@ class Child:
         except TimeoutError:
             await self.end()
             raise ChildDied(f"it took longer than {START_S:g} s") from None
+        except (OSError, EOFError):
+            raise ChildDied(await self.end(DYING_S)) from None
         except BaseException:
             await asyncio.shield(self.end())
             raise
