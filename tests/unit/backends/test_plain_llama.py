@@ -26,11 +26,13 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama, other turns": LlamaConfig(**{**SIZES, "intermediate_size": 48}, rope_theta=500.0, head_dim=12),
+    "llama, a padding token": LlamaConfig(**{**SIZES, "pad_token_id": 3}),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3, tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
 }
 LENGTHS = [5, 9, 1]
+"""Every sequence begins with token 3."""
 
 
 @pytest.fixture(params=CONFIGS)

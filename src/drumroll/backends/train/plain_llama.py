@@ -50,6 +50,7 @@ class PlainLlama(nn.Module):
         super().__init__()
         self._folder, self._shape = found.folder, found.shape
         self.config = SimpleNamespace(**found.config)
+        self._padding: int | None = found.config.get("pad_token_id")
         is_tied = bool(found.config.get("tie_word_embeddings", False))
         self.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
         for name, tensor in found.weights(torch.float32).items():
@@ -70,7 +71,7 @@ class PlainLlama(nn.Module):
         angles = position_ids[0, :, None] * self._frequencies
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         tokens, norm = self._ends
-        residual = embedding(input_ids[0], tokens)
+        residual = embedding(input_ids[0], tokens, padding_idx=self._padding)  # a padding token's row does not learn
         for layer in self._layers:
             residual = residual + self._attended(layer, self._normed(residual, layer.before_attention), cos, sin, packed)
             residual = residual + self._gated(layer, self._normed(residual, layer.before_mlp))
