@@ -388,10 +388,12 @@ class RolloutScheduler:
         self._settle_group(group, "failed")
 
     def _settle_group(self, group: OpenGroup, loss: str) -> None:
-        """Accept or reject a group that is complete, or that can no longer be, because it has lost members by `loss`."""
+        """Accept or reject a group that is complete, or that can no longer be, because it has lost members by `loss`. Where it may be the
+        task that fails, the next word of a member is waited for."""
         stream = group.stream
         if len(group.done) + len(group.open) < group.min_size:
-            self._reject(group, loss)
+            if not group.is_suspect:
+                self._reject(group, loss)
         elif not group.open and group.witnesses:
             stream.forget(group)
             stream.stragglers.append(group)
@@ -433,6 +435,8 @@ class RolloutScheduler:
             stream.tally["retried"] += 1
             self.ledger.move(sample, "admitted")
             self._again.append(sample)
+            if group.is_suspect and group.is_poisoned:
+                self._quarantine(group, why)
             return
         is_own_fault = sample.num_failures >= limits.max_attempts
         times, key = (sample.num_failures, "max_attempts") if is_own_fault else (sample.num_mishaps, "max_mishaps")
@@ -442,10 +446,15 @@ class RolloutScheduler:
         group.open.remove(sample)
         group.num_failed += is_own_fault
         if is_own_fault and group.is_poisoned:
-            stream.quarantined.append(Quarantined(sample.task_id, sample.domain, times, why))
-            self._reject(group, "failed", "quarantined")
+            self._quarantine(group, why)
         else:
             self._settle_group(group, "failed")
+
+    def _quarantine(self, group: OpenGroup, why: str) -> None:
+        """It is the task that fails: it is not drawn again."""
+        task = group.request.task
+        group.stream.quarantined.append(Quarantined(task.id, task.domain, self._limits.max_attempts, why))
+        self._reject(group, "failed", "quarantined")
 
     def _cut_off(self, sample: Sample, info: SampleInfo, block: BlockRef) -> None:
         """The result of an abort."""

@@ -100,6 +100,11 @@ class OpenGroup:
         return not self.done and not self.witnesses and 2 * num_failed >= self.num_failed + len(begun)
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether a member has failed by itself too often, and of the others nothing is known yet that says more about the task."""
+        return self.num_failed > 0 and not self.done and not self.witnesses and any(sample.attempt >= 0 for sample in self.open)
+
+    @property
     def min_size(self) -> int:
         """Members that it must have to be used. Stragglers are welcome one by one."""
         least = self.stream.policy.min_group_size

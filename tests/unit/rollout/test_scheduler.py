@@ -417,6 +417,18 @@ def test_a_task_that_always_fails_is_tried_twice_and_quarantined() -> None:
     play(scene, lambda lease: Script(((10, 0.0),), fails="environment" if lease.group_id == "g001" else ""))
 
 
+def test_a_task_is_quarantined_though_one_member_has_failed_twice_before_the_others_have_failed_once() -> None:
+    async def scene(stage: Stage) -> None:
+        rollout = await stage.scheduler.take(stage.open(Groups(size=4), max_failed=3), 4, version=0)
+        assert len(rollout.samples) == 16
+        assert [(found.task_id, found.attempts) for found in rollout.quarantined] == [("t1", 2)]
+
+    def failing(lease: Lease) -> Script:
+        return Script(((1 if number_of(lease)[1] == 0 else 60, 0.0),), fails="environment" if lease.group_id == "g001" else "")
+
+    play(scene, failing, slots=32)
+
+
 def test_a_task_that_fails_now_and_then_is_not_quarantined() -> None:
     async def scene(stage: Stage) -> None:
         rollout = await stage.scheduler.take(stage.open(Groups(size=4), max_failed=3), 4, version=0)
