@@ -9,7 +9,8 @@ the grid, so that they do not depend on its shape.
 Master weights are float32; passes compute in the model's dtype. All ranks make the same number of passes, so that their
 collectives match: one that has run out of trajectories passes a placeholder of weight 0. A single rank is not wrapped: it has
 nothing to share, and keeps masters of its own where it computes in narrower numbers (`masters`), or none where the weights do not learn,
-because it learns adapters or is a reference or a teacher: it holds them in the model's dtype alone.
+because it learns adapters or is a reference or a teacher: it holds them in the model's dtype alone. On the CPU it computes models of the
+Llama family by itself (`plain_llama`); all others are transformers' own modules.
 """
 
 from __future__ import annotations
