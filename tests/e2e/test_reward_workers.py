@@ -24,23 +24,35 @@ import os, signal, time
 from pathlib import Path
 
 
-def once(name):
+HERE = Path(__file__).parent
+
+
+def once(name, text=""):
     try:
-        Path(__file__).parent.joinpath(name).touch(exist_ok=False)
+        with HERE.joinpath(name).open("x") as file:
+            file.write(text)
     except FileExistsError:
         return False
     return True
 
 
+def worker():
+    """The process that this one was made for, by way of another one or not."""
+    process = os.getpid()
+    while not Path(f"/proc/{process}/cmdline").read_text().startswith("ray::"):
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
+
+
 def trouble(trajectory):
     if trajectory.group_id.startswith("train"):
-        if once("hang"):
+        if once("hang", trajectory.sample_id):
             time.sleep(1000)
         if once("die"):
             os._exit(1)
-        if os.environ.get("RAY_JOB_ID") and once("take the worker along"):
-            nursery = Path(f"/proc/{os.getppid()}/stat").read_text()
-            os.kill(int(nursery.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        hung_before = HERE.joinpath("hang").read_text() == trajectory.sample_id
+        if os.environ.get("RAY_JOB_ID") and hung_before and once("take the worker along"):
+            os.kill(worker(), signal.SIGKILL)
     return 0.0
 
 
