@@ -1,13 +1,14 @@
 """How long a whole step of GRPO takes, beside TRL's, on the same machine in one run.
 
 python benchmarks/grpo_step.py [--shape 3m] [--prompts 8] [--samples 8] [--prompt-tokens 8] [--new-tokens 32] [--steps 20] [--repeats 3]
-                               [--warm-up 2] [--tailed] [--staleness 1] [--trl-batch 64] [--set trainer.threads=2 ...]
+                               [--warm-up 2] [--tailed] [--staleness 1] [--trl-batch 64] [--dtype float32] [--set trainer.threads=2 ...]
 
 Both sides train the same random weights by GRPO: generate every reply of a step, then one forward and backward pass over them and one
 update, with no reference and nothing stale. Replies end only by their length, which with `--tailed` has a long tail: the same lengths on
 both sides. With `--staleness` drumroll also runs asynchronously, with so many versions of staleness. A side runs in a process of its own,
 the sides in turn, as often as there are repeats; of each, the median step after the first `--warm-up` ones counts. Whatever a side uses of
-the machine's cores is its own choice. On a GPU both compute in bfloat16, TRL with `--trl-batch` sequences at a time.
+the machine's cores is its own choice. Both compute in the same dtype, on a GPU bfloat16 if nothing else is said; TRL with `--trl-batch`
+sequences at a time.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--tailed", action="store_true", help="Lengths with a long tail, cut at --new-tokens, the median a tenth of it.")
     parser.add_argument("--trl-batch", type=int, help="Sequences of one of TRL's passes; all of a step if not given.")
     parser.add_argument("--staleness", type=int, help="Drumroll also runs asynchronously, with so many versions of staleness.")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="Of both sides' passes.")
     sizes = {"prompts": 8, "samples": 8, "prompt-tokens": 8, "new-tokens": 32, "steps": 20, "warm-up": 2, "repeats": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -76,7 +78,9 @@ def run_drumroll(arguments: argparse.Namespace, settings: Sequence[str] = ()) ->
     workload = ("--prompts", "--samples", "--prompt-tokens", "--new-tokens")
     sizes = [str(part) for name in workload for part in (name, getattr(arguments, name[2:].replace("-", "_")))]
     bench = (sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.steps))
-    figures = last_line(*bench, *sizes, *(["--tailed"] if arguments.tailed else []), *arguments.set, *settings)
+    tailed = ["--tailed"] if arguments.tailed else []
+    dtype = [f"model.dtype={arguments.dtype}"] if arguments.dtype else []
+    figures = last_line(*bench, *sizes, *tailed, *arguments.set, *dtype, *settings)
     return figures["step_seconds"][arguments.warm_up - 1 :]  # `bench` leaves the first one out itself
 
 
@@ -117,6 +121,7 @@ def trl_config(folder: Path, workload: Workload, arguments: argparse.Namespace) 
     from trl import GRPOConfig
 
     on_gpu, num_samples = torch.cuda.is_available(), workload.prompts * workload.samples
+    dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     batch = arguments.trl_batch or num_samples
     return GRPOConfig(
         output_dir=str(folder),
@@ -133,8 +138,8 @@ def trl_config(folder: Path, workload: Workload, arguments: argparse.Namespace) 
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
-        bf16=on_gpu,
-        model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32"},
+        bf16=dtype == "bfloat16",
+        model_init_kwargs={"dtype": dtype},
         use_cpu=not on_gpu,
         dataloader_num_workers=0,
         gradient_checkpointing=False,

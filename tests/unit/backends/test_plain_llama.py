@@ -46,15 +46,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def theirs(folder: Path) -> Any:
+def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     register_packed_attention()
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED_ATTENTION, dtype=dtype)
 
 
-def ours(folder: Path) -> PlainLlama:
+def ours(folder: Path, dtype: torch.dtype = torch.float32) -> PlainLlama:
     found = LlamaFolder.open(folder)
     assert found is not None
-    return PlainLlama(found)
+    return PlainLlama(found, dtype)
 
 
 def learnt(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,23 +78,37 @@ def test_logits_and_gradients_are_theirs(folder: Path) -> None:
         torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_in_bfloat16_it_is_as_close_to_float32_as_theirs_is(folder: Path) -> None:
+    exact, exact_gradients = learnt(theirs(folder))
+    errors = []
+    for make in (theirs, ours):
+        logits, gradients = learnt(make(folder, torch.bfloat16))
+        assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
+        distance = sum(float((gradient - exact_gradients[name]).norm() ** 2) for name, gradient in gradients.items()) ** 0.5
+        errors.append((float((logits - exact).norm()), distance))
+    (their_logits, their_gradients), (own_logits, own_gradients) = errors
+    assert own_logits < 1.5 * their_logits
+    assert own_gradients < 1.5 * their_gradients
+
+
 def test_names_of_what_is_tied_are_theirs(folder: Path) -> None:
     model, expected = ours(folder), theirs(folder)
     assert set(model.state_dict()) == set(expected.state_dict())
     assert model.all_tied_weights_keys == expected.all_tied_weights_keys
 
 
-def test_what_is_written_is_read_by_transformers(folder: Path, tmp_path: Path) -> None:
-    model, out = ours(folder), tmp_path / "out"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_read_by_transformers(folder: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, out = ours(folder, dtype), tmp_path / "out"
     out.mkdir()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
     tied = set(model.all_tied_weights_keys)
     model.save_pretrained(out, {name: tensor for name, tensor in model.state_dict().items() if name not in tied})
-    model.write_config(out)
+    model.write_config(out, str(dtype).removeprefix("torch."))
     read = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    assert read.dtype == torch.float32
+    assert read.dtype == dtype
     for name, tensor in read.state_dict().items():
         torch.testing.assert_close(tensor, model.state_dict()[name], atol=0, rtol=0)
     assert json.loads((out / "config.json").read_text())["architectures"] == [type(read).__name__]

@@ -511,15 +511,21 @@ class Fsdp2(TrainBackend):
             torch.cuda.empty_cache()
 
     def _load(self) -> Any:
-        """The model on the CPU, in float32, without dropout, attending to packed sequences."""
-        is_plain = self._device.type == "cpu" and self.dtype == "float32" and self.head == "lm" and not self._sharded
+        """The model on the CPU, without dropout, attending to packed sequences."""
+        is_plain = self._device.type == "cpu" and self.head == "lm" and not self._sharded
         if is_plain and self.config.lora is None and not self.config.gradient_checkpointing:
             found = LlamaFolder.open(self.model_folder)
             if found is not None:
-                model = PlainLlama(found)
-                self._note(model.config.model_type, model.config, model.write_config)
+                model = PlainLlama(found, self._held_dtype)
+                self._note(model.config.model_type, model.config, partial(model.write_config, dtype=self.dtype))
                 return model
         return self._load_with_transformers()
+
+    @property
+    def _held_dtype(self) -> torch.dtype:
+        """Of the weights that this rank keeps."""
+        dtype: torch.dtype = getattr(torch, self.dtype) if self._is_narrow else torch.float32
+        return dtype
 
     def _note(self, model_type: str, config: Any, write: Callable[[Path], Any]) -> None:
         """What kind of model it is, and how its config is written beside its weights."""
@@ -544,7 +550,7 @@ class Fsdp2(TrainBackend):
             "lm" if self.head == "lm" else "classifier",
             trust_remote_code=self.trust_remote_code,
             config=config,
-            dtype=getattr(torch, self.dtype) if self._is_narrow else torch.float32,
+            dtype=self._held_dtype,
             attn_implementation=PACKED_ATTENTION,
         )
         check_complete(self.model_folder, [name for name in missing if name not in fresh])

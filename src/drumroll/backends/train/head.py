@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drumroll.backends.products import product
 from drumroll.backends.train.grid import ALONE, Axis
 
 LOGITS_PER_CHUNK = 2**28
@@ -111,9 +112,9 @@ class FusedHead(torch.autograd.Function):
         for rows in _chunks(hidden, weight):
             asked = Rows(targets[rows], temperature[rows], lse[rows], entropy[rows], of_logp[rows], None if rise is None else rise[rows])
             of_logits = differentiate(_logits(hidden[rows], weight), asked, hidden.dtype)
-            torch.mm(of_logits, weight, out=of_hidden[rows])
+            of_hidden[rows] = product(of_logits, weight.T)
             if of_weight is not None:
-                of_weight += of_logits.T @ hidden[rows]
+                of_weight += product(of_logits.T, hidden[rows].T)
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
 
 
@@ -127,7 +128,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """[r, V] in float32, at temperature 1."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return (hidden @ weight.T).float()
+    return product(hidden, weight).float()
 
 
 def _functions(device: torch.device) -> tuple[Look, Slope]:

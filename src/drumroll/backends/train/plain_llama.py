@@ -1,4 +1,4 @@
-"""A decoder of the Llama family as a module that learns, in float32 on the CPU, without transformers: its import takes longer than all else
+"""A decoder of the Llama family as a module that learns, on the CPU, without transformers: its import takes longer than all else
 that a trainer of a small model does before its first step, and most of its small operations are one here.
 
     hidden ─▶ norm ─▶ q, k, v in one product ─▶ turned ─▶ attention ─▶ output ─▶ + norm ─▶ gate, up in one product ─▶ down ─▶ +
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, pad, rms_norm, silu
+from torch.nn.functional import embedding, pad, rms_norm, silu
 
 from drumroll.backends.attention import PackedLayout, packed_attention
 from drumroll.backends.llama_folder import LlamaFolder
+from drumroll.backends.products import product
 
-FLOATS_PER_LINE = 16
+LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +47,20 @@ class _Layer:
 class PlainLlama(nn.Module):
     """Answers like a causal language model of transformers, where `Fsdp2` asks one."""
 
-    def __init__(self, found: LlamaFolder) -> None:
+    def __init__(self, found: LlamaFolder, dtype: torch.dtype = torch.float32) -> None:
+        """Computes in whatever dtype its parameters have; they begin in this one."""
         super().__init__()
         self._folder, self._shape = found.folder, found.shape
         self.config = SimpleNamespace(**found.config)
         self._padding: int | None = found.config.get("pad_token_id")
         is_tied = bool(found.config.get("tie_word_embeddings", False))
         self.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        for name, tensor in found.weights(torch.float32).items():
+        for name, tensor in found.weights(dtype).items():
             _plant(self, name, nn.Parameter(tensor))
         self._ends = self.get_parameter("model.embed_tokens.weight"), self.get_parameter("model.norm.weight")
         """In a tuple, where torch does not take them for further parameters."""
         head = self._ends[0] if is_tied else self.get_parameter("lm_head.weight")
-        self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+        self.lm_head = _Head(head.shape[1], head.shape[0], bias=False, device="meta")
         self.lm_head.weight = head
         self._layers = [self._layer(f"model.layers.{number}.") for number in range(found.shape.num_layers)]
         self._frequencies = found.frequencies
@@ -68,9 +70,9 @@ class PlainLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, packed: PackedLayout, **others: Any) -> Any:
         """[1, T] tokens at their positions → `.logits` [1, R, V] after those that are asked for."""
-        angles = position_ids[0, :, None] * self._frequencies
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         tokens, norm = self._ends
+        angles = position_ids[0, :, None] * self._frequencies
+        cos, sin = (part.to(tokens.dtype)[:, None] for part in (angles.cos(), angles.sin()))
         residual = embedding(input_ids[0], tokens, padding_idx=self._padding)  # a padding token's row does not learn
         for layer in self._layers:
             residual = residual + self._attended(layer, self._normed(residual, layer.before_attention), cos, sin, packed)
@@ -81,10 +83,11 @@ class PlainLlama(nn.Module):
         """Write weights as transformers does."""
         save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, folder / "model.safetensors", {"format": "pt"})
 
-    def write_config(self, folder: Path) -> None:
+    def write_config(self, folder: Path, dtype: str) -> None:
+        """`dtype` is that of the weights beside it."""
         config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)  # an older name
-        (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
     def _layer(self, prefix: str) -> _Layer:
         parameters = dict(self.named_parameters())
@@ -117,7 +120,7 @@ class PlainLlama(nn.Module):
     def _attended(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, packed: PackedLayout) -> Tensor:
         """[T, N] → [T, N]; `cos` and `sin` are [T, 1, D / 2]."""
         num_heads, num_kv_heads = self._shape.num_heads, self._shape.num_kv_heads
-        qkv = linear(hidden, torch.cat(layer.qkv), torch.cat(layer.qkv_bias) if layer.qkv_bias else None)
+        qkv = product(hidden, torch.cat(layer.qkv), torch.cat(layer.qkv_bias) if layer.qkv_bias else None)
         turning, values = torch.split(qkv.view(len(hidden), -1, self._shape.head_dim), [num_heads + num_kv_heads, num_kv_heads], dim=1)
         if layer.head_norms:
             parts = zip(torch.split(turning, [num_heads, num_kv_heads], dim=1), layer.head_norms, strict=True)
@@ -127,13 +130,18 @@ class PlainLlama(nn.Module):
         queries, keys = torch.split(turned, [num_heads, num_kv_heads], dim=1)
         queries, keys, values = (states.transpose(0, 1)[None] for states in (queries, keys, values))
         gathered, _ = packed_attention(self, queries, keys, values, None, packed)
-        return linear(gathered.reshape(len(hidden), -1), layer.out)
+        return product(gathered.reshape(len(hidden), -1), layer.out)
 
     def _gated(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        padding = -len(layer.gate) % FLOATS_PER_LINE
+        padding = -len(layer.gate) % (LINE_BYTES // layer.gate.element_size())
         nothing = [layer.gate.new_zeros(padding, layer.gate.shape[1])] if padding else []
-        gate, up = linear(hidden, torch.cat((layer.gate, *nothing, layer.up, *nothing))).chunk(2, dim=-1)
-        return linear(silu(gate) * up, pad(layer.down, (0, padding)) if padding else layer.down)
+        gate, up = product(hidden, torch.cat((layer.gate, *nothing, layer.up, *nothing))).chunk(2, dim=-1)
+        return product(silu(gate) * up, pad(layer.down, (0, padding)) if padding else layer.down)
+
+
+class _Head(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return product(input, self.weight)
 
 
 def _plant(root: nn.Module, name: str, parameter: nn.Parameter) -> None:

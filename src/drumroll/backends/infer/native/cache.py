@@ -141,21 +141,22 @@ def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 
 
 def _suits_products(query: Tensor) -> bool:
-    """Whether one token a row is attended to by products: they are a little faster, and a row's bits do not depend on how far the cache is
-    read. Neither does this: it says the same for every number of rows and for every length."""
-    return query.device.type == "cpu" and query.dtype == torch.float32 and 16 * query.shape[2] * query.shape[3] >= LEAST_PRODUCT
+    """Whether one token a row is attended to by products: they are a little faster, several times as fast for bfloat16, and in float32 a
+    row's bits do not depend on how far the cache is read. Neither does this: it says the same for every number of rows and every length."""
+    return query.device.type == "cpu" and 16 * query.shape[2] * query.shape[3] >= LEAST_PRODUCT
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[R, kv_heads, groups, D] queries, [R, kv_heads, length, D] keys and values, `mask` [R, 1, 1, length] → [R, kv_heads, groups, D]."""
+    """[R, kv_heads, groups, D] queries, [R, kv_heads, length, D] keys and values, `mask` [R, 1, 1, length] → [R, kv_heads, groups, D].
+    In float32, which processors multiply such small matrices in at their best."""
     shape = (*query.shape[:3], key.shape[2])
-    queries, keys, values, hidden = (states.flatten(0, 1) for states in (query, key, value, mask.expand(shape)))
+    queries, keys, values, hidden = (states.flatten(0, 1).float() for states in (query, key, value, mask.expand(shape)))
     shares = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale).softmax(-1)
     first, *others = zip(torch.split(shares, LONGEST_SUM, -1), torch.split(values, LONGEST_SUM, 1), strict=True)
     out = torch.bmm(*first)
     for part in others:
         out = torch.baddbmm(out, *part)
-    return out.view(*shape[:3], value.shape[-1])
+    return out.view(*shape[:3], value.shape[-1]).to(query.dtype)
 
 
 def _within(mask: Tensor, window: int) -> Tensor:
