@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         return _multiplied(rows, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         of_rows = _multiplied(of_out, weight.T) if ctx.needs_input_grad[0] else None

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from drumroll.backends.infer.native import packed
-from drumroll.backends.infer.native.packed import Product, can_pack
+from drumroll.backends import products
+from drumroll.backends.products import Product, can_pack
 
 needs_packing = pytest.mark.skipif(not can_pack([torch.zeros(1)]), reason="this build of torch packs no weights")
 
@@ -53,5 +53,5 @@ def test_a_weight_that_changed_counts_from_renew_on() -> None:
 
 def test_large_models_and_other_types_are_not_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_pack([torch.zeros(4, 4, dtype=torch.float64)])
-    monkeypatch.setattr(packed, "MOST_BYTES", 100)
+    monkeypatch.setattr(products, "MOST_BYTES", 100)
     assert not can_pack([torch.zeros(4, 4), torch.zeros(4, 4)])

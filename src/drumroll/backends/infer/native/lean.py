@@ -11,8 +11,8 @@ from torch.nn.functional import rms_norm, silu
 
 from drumroll.backends.infer.native.cache import SlotCache, attend_grouped
 from drumroll.backends.infer.native.layers import Layer, LlamaWeights
-from drumroll.backends.products import Product, can_pack
 from drumroll.backends.llama_folder import Parts
+from drumroll.backends.products import Product, can_pack
 
 
 class Products(NamedTuple):
