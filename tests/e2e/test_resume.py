@@ -406,9 +406,12 @@ def test_sigterm_then_on_two_trainers_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.real_ray
-def test_a_supervised_run_whose_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
+def test_a_supervised_run_whose_process_is_killed_goes_on_by_itself_as_if_it_had_not_been(tmp_path: Path) -> None:
+    changes = {**SMALL, "max_steps": 40, "deterministic": True}
+    with local_cluster():
+        undisturbed = run_tiny(tmp_path / "undisturbed", **changes)
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(tiny_tree(tmp_path, **{**SMALL, "max_steps": 40})))
+    config.write_text(yaml.safe_dump(tiny_tree(tmp_path, **changes)))
     run = RunFolder(tmp_path / "run")
     command = [sys.executable, "-m", "drumroll", "train", str(config), f"run_dir={run.root}", "--supervise"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as supervisor:
@@ -423,3 +426,4 @@ def test_a_supervised_run_whose_process_is_killed_goes_on_by_itself(tmp_path: Pa
     assert "was ended by SIGKILL. It is resumed in 1 s." in said
     assert len(read_lines(run.incarnations_file)) == 2
     assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(1, 41))
+    assert weights(run) == weights(undisturbed)

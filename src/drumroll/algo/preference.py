@@ -32,6 +32,9 @@ from drumroll.config.models import NonNegativeFloat, PreferenceConfig
 from drumroll.registry import REGISTRY, bind, register
 from drumroll.types import Batch, TokenLoss
 
+_ROUNDING = 1e-5
+"""A policy and a reference with the same weights differ by less, when they are divided over other ranks or read by other code."""
+
 
 @register.preference_loss("dpo", needs=("pairs", "ref_logp"))
 def dpo(
@@ -171,4 +174,4 @@ def _stand(value: Tensor, at: Tensor, batch: Batch) -> Tensor:
 
 def _share_above(gap: Tensor) -> Tensor:
     """1 where it is positive, 0 where it is negative; equal is a coin's toss."""
-    return (gap > 0).float() + 0.5 * (gap == 0).float()
+    return (gap > _ROUNDING).float() + 0.5 * (gap.abs() <= _ROUNDING).float()

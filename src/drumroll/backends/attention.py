@@ -14,11 +14,10 @@ not all come through here would mix neighbours: `PackedLayout.check` refuses it.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -51,8 +50,17 @@ class Bucket:
 
     rows: int
     width: int
-    cells: Tensor
-    """[t] where the bucket's tokens lie in the flattened [rows, width] of the padded batch."""
+    tokens: Tensor
+    """[rows * width] which of the model's tokens each cell of the padded batch shows. Those behind a sequence's end show any: causality
+    keeps them out of sight."""
+
+
+class Padded(NamedTuple):
+    """A pass as padded batches."""
+
+    buckets: list[Bucket]
+    places: Tensor
+    """[U] in which cell each of the model's tokens stands, counted through all buckets."""
 
 
 class Stretch(NamedTuple):
@@ -86,19 +94,9 @@ class PackedLayout:
     ) -> None:
         """With an `exchange` the tokens lie on several ranks; `lengths` are those of all of them."""
         self.exchange = exchange
-        length = np.asarray(lengths, dtype=np.int64)
+        self._device = device
+        self._lengths = length = np.asarray(lengths, dtype=np.int64)
         start = np.cumsum(length) - length
-        size_class = np.ceil(np.log2(np.maximum(length, _NARROW)))  # a padded row is less than twice as wide as its sequence
-        self.buckets: list[Bucket] = []
-        order = []
-        for members in (np.flatnonzero(size_class == value) for value in np.unique(size_class)):
-            rows, width, size = len(members), int(length[members].max()), length[members]
-            place = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
-            cells = np.repeat(np.arange(rows) * width, size) + place
-            self.buckets.append(Bucket(rows, width, torch.from_numpy(cells).to(device)))
-            order.append(np.repeat(start[members], size) + place)
-        self.order = torch.from_numpy(np.concatenate(order)).to(device)
-        """[T] the tokens, bucket by bucket."""
         self.offsets = torch.from_numpy(np.append(start, length.sum())).to(device, torch.int32)
         """[N+1]"""
         self.max_length = int(length.max())
@@ -108,6 +106,27 @@ class PackedLayout:
         self.one_of_each = None if source is None else _one_of_each(source).to(device)
         """[U] where one copy of each of the model's tokens lies in the sequences; None where there is only one."""
         self.num_calls = 0
+
+    @cached_property
+    def padded(self) -> Padded:
+        """The sequences by their lengths."""
+        length = self._lengths
+        start = np.cumsum(length) - length
+        size_class = np.ceil(np.log2(np.maximum(length, _NARROW)))  # a padded row is less than twice as wide as its sequence
+        shown = np.arange(length.sum()) if self.source is None else self.source.cpu().numpy()
+        places = np.empty(shown.max() + 1, dtype=np.int64)
+        buckets: list[Bucket] = []
+        num_cells = 0
+        for members in (np.flatnonzero(size_class == value) for value in np.unique(size_class)):
+            rows, width, size = len(members), int(length[members].max()), length[members]
+            column = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+            cells = np.repeat(np.arange(rows) * width, size) + column
+            tokens = np.zeros(rows * width, dtype=np.int64)
+            tokens[cells] = shown[np.repeat(start[members], size) + column]
+            places[tokens[cells]] = num_cells + cells  # of several copies of a token any will do
+            buckets.append(Bucket(rows, width, torch.from_numpy(tokens).to(self._device)))
+            num_cells += rows * width
+        return Padded(buckets, torch.from_numpy(places).to(self._device))
 
     def check(self, num_layers: int, model_type: str) -> None:
         """Refuse a model of which some layer did not attend through here."""
@@ -156,19 +175,12 @@ def packed_attention(
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     if packed.exchange is not None:
         query, key, value = packed.exchange.to_heads(query, key, value)
-    if packed.source is not None:
-        query, key, value = (states.index_select(0, packed.source) for states in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        if packed.stretches and sliding_window is None and _has_fast_dense(query.device):
-            output = _by_stretches(query, key, value, packed, scaling)
-        else:
-            output = _varlen(query, key, value, packed.offsets, packed.max_length, scaling, sliding_window)
+        output = _in_place(query, key, value, packed, scaling, sliding_window)
     else:
         output = _padded(query, key, value, packed, scaling, sliding_window)
     if packed.exchange is not None:
         output = packed.exchange.to_tokens(output)
-    if packed.one_of_each is not None:
-        output = output.index_select(0, packed.one_of_each)
     return output.unsqueeze(0), None
 
 
@@ -179,7 +191,18 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
-@functools.cache
+def _in_place(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scale: float | None, window: int | None) -> Tensor:
+    """[U, H, D] each, on kernels that need no padding."""
+    if packed.source is not None:
+        query, key, value = (states.index_select(0, packed.source) for states in (query, key, value))
+    if packed.stretches and window is None and _has_fast_dense(query.device):
+        output = _by_stretches(query, key, value, packed, scale)
+    else:
+        output = _varlen(query, key, value, packed.offsets, packed.max_length, scale, window)
+    return output if packed.one_of_each is None else output.index_select(0, packed.one_of_each)
+
+
+@cache
 def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
     """torch's function, and whether it must be told of fewer key than query heads; torch 2.11 need not. Imported late: half a second."""
     from torch.nn.attention.varlen import varlen_attn
@@ -240,14 +263,12 @@ def _alone(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scale: float | None, window: int | None) -> Tensor:
-    """[T, H, D] each, bucket by bucket."""
-    sizes = [len(bucket.cells) for bucket in packed.buckets]
-    ordered = len(sizes) == 1  # one bucket holds the tokens in the order they have anyway
-    by_bucket = [torch.split(states if ordered else states.index_select(0, packed.order), sizes) for states in (query, key, value)]
+    """[U, H, D] each, bucket by bucket."""
+    buckets, places = packed.padded
     parts = []
-    for bucket, *states in zip(packed.buckets, *by_bucket, strict=True):
+    for bucket in buckets:
         mask = None if window is None or window >= bucket.width else _window_mask(bucket.width, window, query.device)
-        queries, keys, values = (_pad(part, bucket) for part in states)
+        queries, keys, values = (_shown(states, bucket) for states in (query, key, value))
         if bucket.width <= _SHORT and query.device.type == "cpu":
             attended = _by_products(
                 queries, keys, values, _window_mask(bucket.width, bucket.width, query.device) if mask is None else mask, scale
@@ -257,11 +278,8 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, sca
             attended = scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
-        parts.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells))
-    if ordered:
-        return parts[0]
-    output = torch.cat(parts)
-    return torch.zeros_like(output).index_copy(0, packed.order, output)
+        parts.append(attended.transpose(1, 2).flatten(0, 1))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, places)
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -275,10 +293,9 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale:
     return torch.bmm(shares, values).view(*query.shape[:-1], value.shape[-1])
 
 
-def _pad(states: Tensor, bucket: Bucket) -> Tensor:
-    """[t, H, D] → [rows, H, width, D]."""
-    cells = states.new_zeros(bucket.rows * bucket.width, *states.shape[1:]).index_copy(0, bucket.cells, states)
-    return cells.view(bucket.rows, bucket.width, *states.shape[1:]).transpose(1, 2)
+def _shown(states: Tensor, bucket: Bucket) -> Tensor:
+    """[U, H, D] → [rows, H, width, D]."""
+    return states.index_select(0, bucket.tokens).view(bucket.rows, bucket.width, *states.shape[1:]).transpose(1, 2)
 
 
 def _window_mask(width: int, window: int, device: torch.device) -> Tensor:

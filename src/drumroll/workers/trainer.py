@@ -116,7 +116,8 @@ class TrainWorker(SendsWeights):
         return self.backend.state_bytes()
 
     def remember(self) -> tuple[bool, Memory]:
-        """That it is done, and the training state as it is, for somebody to keep who outlives this process."""
+        """That it is done, and the training state as it is, for somebody to keep who outlives this process; it is copied on its way
+        there."""
         return True, Memory.of(self.backend.snapshot(alone=True))
 
     def recall(self, memory: Memory) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from drumroll.backends.infer.native.cache import SPARE, attend_grouped
+from drumroll.backends.infer.native.slots import cache_length
 
-LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+LENGTHS = tuple(sorted({cache_length(size) for size in range(1, 1025)}))
 HEADS = [(2, 2, 8), (4, 2, 8), (4, 4, 16), (4, 2, 16), (8, 8, 32), (8, 2, 32), (14, 2, 64), (4, 4, 128)]
 
 

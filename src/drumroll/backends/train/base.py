@@ -121,7 +121,7 @@ class TrainBackend(ABC):
     def snapshot(self, *, alone: bool = False) -> RankState:
         """A copy of this rank's weights, optimizer, schedule, update count and random states in host memory. Of all that saving
         takes, training waits for this alone. What several ranks hold is in the snapshot of one of them; `alone`, in each one's, which can
-        then be restored without the others'."""
+        then be restored without the others', and which training must wait for: what is in host memory already is no copy."""
 
     @abstractmethod
     def state_bytes(self) -> int:

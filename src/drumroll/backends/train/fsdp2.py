@@ -395,7 +395,7 @@ class Fsdp2(TrainBackend):
                     extent = Extent(parameter=parameter, what=what, shape=(), box=())
                 else:
                     continue
-                pieces.append((extent, local(value.detach()).to("cpu", copy=True)))
+                pieces.append((extent, local(value.detach()).to("cpu", copy=not alone)))
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)

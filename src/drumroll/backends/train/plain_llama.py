@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad, rms_norm, silu
+from torch.nn.functional import embedding, pad
 
 from drumroll.backends.attention import PackedLayout, packed_attention
 from drumroll.backends.llama_folder import LlamaFolder
 from drumroll.backends.products import product
+from drumroll.backends.train.plain_functions import angles, gated, normed, turned
 
 LINE_BYTES = 64
 
@@ -71,13 +72,12 @@ class PlainLlama(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, packed: PackedLayout, **others: Any) -> Any:
         """[1, T] tokens at their positions → `.logits` [1, R, V] after those that are asked for."""
         tokens, norm = self._ends
-        angles = position_ids[0, :, None] * self._frequencies
-        cos, sin = (part.to(tokens.dtype)[:, None] for part in (angles.cos(), angles.sin()))
+        cos, sin = angles(position_ids[0], self._frequencies, tokens.dtype)
         residual = embedding(input_ids[0], tokens, padding_idx=self._padding)  # a padding token's row does not learn
         for layer in self._layers:
             residual = residual + self._attended(layer, self._normed(residual, layer.before_attention), cos, sin, packed)
             residual = residual + self._gated(layer, self._normed(residual, layer.before_mlp))
-        return SimpleNamespace(logits=self.lm_head(self._normed(residual[logits_to_keep], norm))[None])
+        return SimpleNamespace(logits=self.lm_head(self._normed(residual.index_select(0, logits_to_keep), norm))[None])
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
         """Write weights as transformers does."""
@@ -115,19 +115,17 @@ class PlainLlama(nn.Module):
         )
 
     def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(hidden, weight.shape, weight, self._shape.eps)
+        return normed(hidden, weight, self._shape.eps)
 
     def _attended(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, packed: PackedLayout) -> Tensor:
-        """[T, N] → [T, N]; `cos` and `sin` are [T, 1, D / 2]."""
+        """[T, N] → [T, N]; `cos` and `sin` are [T, 1, D]."""
         num_heads, num_kv_heads = self._shape.num_heads, self._shape.num_kv_heads
         qkv = product(hidden, torch.cat(layer.qkv), torch.cat(layer.qkv_bias) if layer.qkv_bias else None)
         turning, values = torch.split(qkv.view(len(hidden), -1, self._shape.head_dim), [num_heads + num_kv_heads, num_kv_heads], dim=1)
         if layer.head_norms:
             parts = zip(torch.split(turning, [num_heads, num_kv_heads], dim=1), layer.head_norms, strict=True)
             turning = torch.cat([self._normed(heads, weight) for heads, weight in parts], dim=1)
-        first, second = turning.chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        queries, keys = torch.split(turned, [num_heads, num_kv_heads], dim=1)
+        queries, keys = torch.split(turned(turning, cos, sin), [num_heads, num_kv_heads], dim=1)
         queries, keys, values = (states.transpose(0, 1)[None] for states in (queries, keys, values))
         gathered, _ = packed_attention(self, queries, keys, values, None, packed)
         return product(gathered.reshape(len(hidden), -1), layer.out)
@@ -135,8 +133,8 @@ class PlainLlama(nn.Module):
     def _gated(self, layer: _Layer, hidden: Tensor) -> Tensor:
         padding = -len(layer.gate) % (LINE_BYTES // layer.gate.element_size())
         nothing = [layer.gate.new_zeros(padding, layer.gate.shape[1])] if padding else []
-        gate, up = product(hidden, torch.cat((layer.gate, *nothing, layer.up, *nothing))).chunk(2, dim=-1)
-        return product(silu(gate) * up, pad(layer.down, (0, padding)) if padding else layer.down)
+        opened = gated(product(hidden, torch.cat((layer.gate, *nothing, layer.up, *nothing))))
+        return product(opened, pad(layer.down, (0, padding)) if padding else layer.down)
 
 
 class _Head(nn.Linear):

@@ -21,6 +21,8 @@ SPARE = 16
 reads it; the others keep rows aligned."""
 LEAST_PRODUCT = 400
 """Multiplications in each of a batch of products, from which on torch leaves them to a library: it rounds the smaller ones differently."""
+LEAST_LENGTH = 32
+"""Positions that attention reads at least: a library may round products of narrower matrices differently."""
 LONGEST_SUM = 128
 """Positions over which values are added up in one product: longer sums are taken apart in ways that depend on their length."""
 
@@ -143,7 +145,7 @@ def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 def _suits_products(query: Tensor) -> bool:
     """Whether one token a row is attended to by products: they are a little faster, several times as fast for bfloat16, and in float32 a
     row's bits do not depend on how far the cache is read. Neither does this: it says the same for every number of rows and every length."""
-    return query.device.type == "cpu" and 16 * query.shape[2] * query.shape[3] >= LEAST_PRODUCT
+    return query.device.type == "cpu" and LEAST_LENGTH * query.shape[2] * query.shape[3] >= LEAST_PRODUCT
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drumroll.backends.infer.desk import Limits, limits_from, limits_of
-from drumroll.backends.infer.native.cache import SlotCache
+from drumroll.backends.infer.native.cache import LEAST_LENGTH, SlotCache
 from drumroll.backends.infer.native.layers import take_apart, why_not_taken_model
 from drumroll.backends.infer.native.lean import LeanModel
 from drumroll.backends.infer.native.runner import (
@@ -103,8 +103,8 @@ def bucket(size: int, step: int) -> int:
 
 
 def cache_length(size: int) -> int:
-    """Positions that attention reads so that `size` are covered: 16, 32, 48, 64, 96, 128, 192, ... A row's bits are the same for each."""
-    return bucket(size, 16)
+    """Positions that attention reads so that `size` are covered: 32, 48, 64, 96, 128, 192, ... A row's bits are the same for each."""
+    return bucket(max(size, LEAST_LENGTH), 16)
 
 
 def _rows(size: int) -> int:
