@@ -67,6 +67,14 @@ def own_logp(
     return logp.gather(-1, torch.tensor(reply)[:, None])[:, 0].tolist()
 
 
+def greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """What transformers' own generation says."""
+    asked = torch.tensor([prompt])
+    said = reference(folder).generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=num_tokens, do_sample=False)
+    reply: list[int] = said[0, len(prompt) :].tolist()
+    return reply
+
+
 def refuse_what_it_refuses(kind: str, folder: Path) -> None:
     entry = REGISTRY.lookup("infer_backend", kind)
     refusal = entry.target.refusal(
@@ -77,17 +85,20 @@ def refuse_what_it_refuses(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_is_what_transformers_generates(kind: str, architecture: str, tmp_path: Path) -> None:
-    model_folder = make_model(tmp_path, architecture, kind=kind)
-    refuse_what_it_refuses(kind, model_folder)
+def test_greedy_is_what_transformers_generates_with_the_first_weights_and_with_later_ones(
+    kind: str, architecture: str, tmp_path: Path
+) -> None:
+    folders = [make_model(tmp_path / str(seed), architecture, seed, kind) for seed in range(2)]
+    refuse_what_it_refuses(kind, folders[0])
     prompts = [prompt_of(length) for length in (1, 2, 15, 16, 17, 40, 65, 100)]
-    with engine(model_folder, kind) as driver:
-        replies = driver.generate(*(ask(str(i), prompt, temperature=0.0, max_new_tokens=30) for i, prompt in enumerate(prompts)))
-    model = reference(model_folder)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        expected = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=30, do_sample=False)
-        assert reply.token_ids == expected[0, len(prompt) :].tolist()
-        torch.testing.assert_close(reply.logp, own_logp(model_folder, prompt, reply.token_ids), atol=1e-4, rtol=0)
+    with engine(folders[0], kind) as driver:
+        for version, folder in enumerate(folders):
+            if version:
+                driver.update(version, tensors(folder))
+            asked = (ask(f"{version} {i}", prompt, temperature=0.0, max_new_tokens=30) for i, prompt in enumerate(prompts))
+            for prompt, reply in zip(prompts, driver.generate(*asked), strict=True):
+                assert reply.token_ids == greedy(folder, prompt, 30)
+                torch.testing.assert_close(reply.logp, own_logp(folder, prompt, reply.token_ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}, {"top_p": 0.5}])

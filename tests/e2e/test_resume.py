@@ -407,7 +407,7 @@ def test_sigterm_then_on_two_trainers_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.real_ray
 def test_a_supervised_run_whose_process_is_killed_goes_on_by_itself_as_if_it_had_not_been(tmp_path: Path) -> None:
-    changes = {**SMALL, "max_steps": 40, "deterministic": True}
+    changes = {**SMALL, "max_steps": 40, "deterministic": True, "model": {"dtype": "float32"}}
     with local_cluster():
         undisturbed = run_tiny(tmp_path / "undisturbed", **changes)
     config = tmp_path / "config.yaml"

@@ -63,6 +63,7 @@ class Vllm(RemoteEngine):
     config: Config
     package: ClassVar[str] = "vLLM"
     exact_resume: ClassVar[bool] = False
+    with_experts: ClassVar[frozenset[str]] = frozenset({"qwen3_moe"})
 
     def __init__(self, config: Config, model_folder: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
         super().__init__(config, model_folder, dtype, trust_remote_code=trust_remote_code)

@@ -30,10 +30,8 @@ class DrumrollWorker:
         intake = Intake(Lent(pid, key, tuple(files), on_device, deadline_s), self.rank, self.device)
         tied = self._tied()
         self.model_runner.reload_weights(weights_iterator=intake.tensors())
-        if tied is not None and self.device.type == "cpu":  # its head computes with a packed copy, which a reload leaves as it was
-            head, embeddings = tied
-            head.weight = embeddings.weight
-            head.quant_method.process_weights_after_loading(head)
+        if self.device.type == "cpu":
+            self._pack(tied)
         intake.check(f"vLLM's worker {self.rank}")
         return take_peak_bytes(str(self.device))
 
@@ -50,6 +48,17 @@ class DrumrollWorker:
                     os.kill(pid, signal.SIGKILL)
 
         threading.Thread(target=watch, name="drumroll-watch", daemon=True).start()
+
+    def _pack(self, tied: tuple[Any, Any] | None) -> None:
+        """On the CPU, heads that are tied and experts compute with packed weights, which a reload leaves as they were, or does not pack."""
+        if tied is not None:
+            head, embeddings = tied
+            head.weight = embeddings.weight
+            head.quant_method.process_weights_after_loading(head)
+        for module in self.model_runner.get_model().modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def _tied(self) -> tuple[Any, Any] | None:
         """The model's head and the embeddings that it shares its weights with."""
