@@ -16,12 +16,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from drumroll import __version__
 from drumroll.errors import DrumrollError, PluginError, UserError
 from drumroll.imports import importing
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning of language models and agents."
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a part of drumroll: a table, and one line of JSON at the end.")
 app.add_typer(bench_app, name="bench")
@@ -31,6 +30,19 @@ Inputs = Annotated[
     typer.Argument(metavar="CONFIG... [KEY=VALUE...]", help="YAML files, merged left to right, then overrides such as trainer.lr=3e-4."),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def command_line(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Reinforcement learning of language models and agents."""
 
 
 @app.command()
@@ -109,7 +121,7 @@ def check(inputs: Inputs) -> None:
     job = prepare(_config(inputs))
     Console().print(f"[green]ok[/]: {job.describe()}", soft_wrap=True)
     for note in job.notes:
-        Console().print(f"[yellow]note[/]: {note}", soft_wrap=True)
+        _note(note)
 
 
 @app.command()
@@ -120,11 +132,14 @@ def plan(
     ] = None,
 ) -> None:
     """Print which role gets which devices, without starting anything."""
-    from drumroll.pipelines.job import plan_for
+    from drumroll.pipelines.job import UNSEEN_CLUSTER, plan_for
     from drumroll.plan.render import render
 
-    made, used = plan_for(_config(inputs), pool)
+    cfg = _config(inputs)
+    made, used = plan_for(cfg, pool)
     Console().print(render(made, used))
+    if cfg.ray.address is not None and pool is None:
+        _note(f"this is a plan for this machine. {UNSEEN_CLUSTER}")
 
 
 @app.command()
@@ -294,7 +309,8 @@ def list_registered(
 
 
 def _supervised(cfg: Any, inputs: Sequence[str]) -> int:
-    """Run `drumroll train` in a child process, and `drumroll resume` whenever that dies; returns the exit code."""
+    """Run `drumroll train` in a child process, and whenever that dies `drumroll resume`, or where nothing was begun the same again; returns
+    the exit code."""
     from drumroll.pipelines.job import prepare
     from drumroll.pipelines.supervise import supervise
     from drumroll.record.checkpoint import CheckpointStore
@@ -306,16 +322,16 @@ def _supervised(cfg: Any, inputs: Sequence[str]) -> int:
         with CheckpointStore(folder.checkpoint_root) as store:
             return store.names()
 
+    def command() -> list[str]:
+        drumroll = [sys.executable, "-m", "drumroll"]
+        if folder.config_file.exists():
+            return [*drumroll, "resume", str(folder.root)]
+        folder.give_up()  # the child claims it
+        return [*drumroll, "train", *inputs, f"run_dir={folder.root}"]
+
     prepare(cfg)
     folder = RunFolder.claim(cfg.run_dir, cfg.name)
-    folder.give_up()  # the name is known now, and the child claims it
-    drumroll = [sys.executable, "-m", "drumroll"]
-    return supervise(
-        [*drumroll, "train", *inputs, f"run_dir={folder.root}"],
-        [*drumroll, "resume", str(folder.root)],
-        progress=checkpoints,
-        say=lambda text: print(f"drumroll: {text}", file=sys.stderr),
-    )
+    return supervise(command, progress=checkpoints, say=lambda text: print(f"drumroll: {text}", file=sys.stderr))
 
 
 def _config(inputs: Sequence[str]) -> Any:
@@ -325,6 +341,10 @@ def _config(inputs: Sequence[str]) -> Any:
     if not files:
         raise UserError("no config file given. Try: drumroll train recipes/quickstart.yaml")
     return load_config(files, [text for text in inputs if text not in files])
+
+
+def _note(text: str) -> None:
+    Console().print(f"[yellow]note[/]: {text}", soft_wrap=True)
 
 
 def main() -> None:
@@ -338,7 +358,7 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), 2)
     except DrumrollError as error:
-        _fail(f"{type(error).__name__}: {error}", 1)
+        _fail("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), 1)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except Exception as error:

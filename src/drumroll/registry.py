@@ -4,7 +4,14 @@ A stateless extension is a function whose keyword-only arguments are its options
 `Config`. Both are registered by the same decorator:
 
     @register.reward("exact_match")
-    def exact_match(trajectory: Trajectory, *, field: str = "answer") -> float: ...
+    def exact_match(trajectory: Trajectory, *, field: str = "answer") -> float:
+        \"\"\"1.0 when the last reply equals the task's answer.
+
+        Options:
+            field: Column of the answer.
+        \"\"\"
+
+What the docstring says of an option is its help text, as is the docstring under a field of a `Config`.
 
 `kind:` takes a registered name, `package.module:function`, or `./file.py:function` (`./file.py` alone when the file holds
 one fitting function). Built-in names map to modules that are imported on first use, so that looking one up costs only what
@@ -19,15 +26,18 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from drumroll.errors import PluginError
 
@@ -89,12 +99,30 @@ class Entry:
 @cache  # one class for each function, so that equal options compare equal
 def _schema_of(function: Callable[..., Any], name: str, base: type[V]) -> type[V]:
     hints = get_type_hints(inspect.unwrap(function), include_extras=True) if inspect.isfunction(function) else {}
+    explained = explained_names(inspect.getdoc(function) or "", "Options")
     options: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            options[parameter.name] = (hints.get(parameter.name, Any), default)
+            hint, text = hints.get(parameter.name, Any), explained.get(parameter.name)
+            options[parameter.name] = (hint, default if text is None else Field(default, description=text))
     return create_model(f"{name}_options", __base__=base, **options)
+
+
+def explained_names(docstring: str, heading: str) -> dict[str, str]:
+    """What a section of a docstring, such as `Options:`, says of each name."""
+    head = re.search(rf"^{heading}:[ \t]*\n", docstring, re.MULTILINE)
+    lines = takewhile(lambda line: not line.strip() or line[0] == " ", docstring[head.end() :].splitlines() if head else ())
+    explained: dict[str, str] = {}
+    name = ""
+    for line in dedent("\n".join(lines)).splitlines():
+        entry = re.match(r"(\w+)(?: \([^)]*\))?:(.*)", line)
+        if entry:
+            name = entry[1]
+            explained[name] = entry[2].strip()
+        elif name and line.strip():
+            explained[name] = f"{explained[name]} {line.strip()}"
+    return explained
 
 
 # Built-in names and the modules that register them; `drumroll list` reads this table.
@@ -263,7 +291,7 @@ class Registry:
         target = getattr(module, name, None)
         if not callable(target):
             known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-            raise PluginError(f"'{kind}': {module.__name__} has no function or class '{name}'.{nearest(name, known)}")
+            raise PluginError(f"'{kind}': there is no function or class '{name}'.{nearest(name, known)}")
         registered = [e for (f, _), e in self.entries.items() if f == family and e.target is target]
         return registered[0] if registered else Entry(family, kind, target)
 

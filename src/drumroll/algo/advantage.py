@@ -19,7 +19,12 @@ from drumroll.types import Batch
 
 @register.advantage("grpo", needs=("groups",))
 def grpo(batch: Batch, *, scale_by_std: bool = True, eps: PositiveFloat = 1e-6) -> Tensor:
-    """GRPO (arXiv 2402.03300): reward minus group mean, over population std, [N]; a group of one or without variance gets 0."""
+    """GRPO (arXiv 2402.03300): reward minus group mean, over population std, [N]; a group of one or without variance gets 0.
+
+    Options:
+        scale_by_std: Divide by the group's standard deviation; false: only subtract its mean.
+        eps: Added to the standard deviation, so that tiny ones do not blow the advantage up.
+    """
     return standardised(trajectory_rewards(batch), batch.group_index, scale_by_std=scale_by_std, eps=eps)
 
 
@@ -40,20 +45,32 @@ def rloo(batch: Batch) -> Tensor:
 
 @register.advantage("reinforce")
 def reinforce(batch: Batch, *, subtract_mean: bool = True) -> Tensor:
-    """REINFORCE: reward, minus the batch's mean reward unless told otherwise, [N]."""
+    """REINFORCE: reward, minus the batch's mean reward unless told otherwise, [N].
+
+    Options:
+        subtract_mean: Subtract the mean reward of the batch.
+    """
     reward_N = trajectory_rewards(batch)
     return standardised(reward_N, torch.zeros_like(batch.group_index), scale_by_std=False) if subtract_mean else reward_N
 
 
 @register.advantage("reinforce_pp")
 def reinforce_pp(batch: Batch, *, eps: PositiveFloat = 1e-6) -> Tensor:
-    """REINFORCE++ (arXiv 2501.03262): each token's rewards to go, standardised over all tokens of the batch, [T]."""
+    """REINFORCE++ (arXiv 2501.03262): each token's rewards to go, standardised over all tokens of the batch, [T].
+
+    Options:
+        eps: Added to the standard deviation, so that tiny ones do not blow the advantage up.
+    """
     return whitened(to_go(rewards_by_token(batch), batch), batch, eps=eps)
 
 
 @register.advantage("reinforce_pp_baseline", needs=("groups",))
 def reinforce_pp_baseline(batch: Batch, *, eps: PositiveFloat = 1e-6) -> Tensor:
-    """REINFORCE++-baseline (arXiv 2501.03262): reward minus group mean, over the standard deviation of the whole batch, [N]."""
+    """REINFORCE++-baseline (arXiv 2501.03262): reward minus group mean, over the standard deviation of the whole batch, [N].
+
+    Options:
+        eps: Added to the standard deviation, so that tiny ones do not blow the advantage up.
+    """
     centred_N = standardised(trajectory_rewards(batch), batch.group_index, scale_by_std=False)
     return centred_N / (centred_N.square().mean().sqrt() + eps) if len(centred_N) else centred_N
 

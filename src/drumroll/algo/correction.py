@@ -41,13 +41,23 @@ def decoupled(batch: Batch) -> Tensor:
 
 @register.correction("truncated_is")
 def truncated_is(batch: Batch, *, cap: RatioCap = 2.0, level: Level = "token") -> Tensor:
-    """Truncated importance sampling: p_old / p_behaviour of each token, or of its trajectory, at most `cap`, [T]."""
+    """Truncated importance sampling: p_old / p_behaviour of each token, or of its trajectory, at most `cap`, [T].
+
+    Options:
+        cap: Larger ratios count as this one.
+        level: token: every token has its own ratio; sequence: all tokens of a trajectory have the product of theirs.
+    """
     return full_ratio(batch, level).clamp(max=cap)
 
 
 @register.correction("masked_is")
 def masked_is(batch: Batch, *, bounds: RatioBounds = (0.5, 5.0), level: Level = "token") -> Tensor:
-    """Masked importance sampling: p_old / p_behaviour of each token, or of its trajectory; outside `bounds` it counts nothing, [T]."""
+    """Masked importance sampling: p_old / p_behaviour of each token, or of its trajectory; outside `bounds` it counts nothing, [T].
+
+    Options:
+        bounds: Smallest and largest ratio that counts.
+        level: token: every token has its own ratio; sequence: all tokens of a trajectory have the product of theirs.
+    """
     ratio_T = full_ratio(batch, level)
     low, high = bounds
     return ratio_T.masked_fill((ratio_T < low) | (ratio_T > high), 0.0)

@@ -22,7 +22,13 @@ from drumroll.types import Batch, Turns
 
 @register.advantage("step_level")
 def step_level(batch: Batch, *, discount: Fraction = 1.0, scale_by_std: bool = True, eps: PositiveFloat = 1e-6) -> Tensor:
-    """One advantage per turn, [T]: its discounted return, compared with those of all turns of the group."""
+    """One advantage per turn, [T]: its discounted return, compared with those of all turns of the group.
+
+    Options:
+        discount: Weight of the next turn's return in a turn's own.
+        scale_by_std: Divide by the standard deviation of the group's turns; false: only subtract their mean.
+        eps: Added to the standard deviation, so that tiny ones do not blow the advantage up.
+    """
     turns = _turns(batch)
     return_M, group_M = returns(turns, discount), batch.group_index[turns.trajectory]
     return over_tokens(standardised(return_M, group_M, scale_by_std=scale_by_std, eps=eps), turns, batch)
@@ -38,7 +44,14 @@ def gigpo(
     eps: PositiveFloat = 1e-6,
 ) -> Tensor:
     """GiGPO (arXiv 2505.10978), [T]: GRPO's advantage of the episode plus `step_weight` × that of the turn, whose discounted return is
-    compared with those of the group's turns in the same state; a state that occurs once gives 0."""
+    compared with those of the group's turns in the same state; a state that occurs once gives 0.
+
+    Options:
+        discount: Weight of the next turn's return in a turn's own.
+        step_weight: Weight of the turn's advantage beside the episode's.
+        scale_by_std: Divide both by the standard deviation of what they are compared with; false: only subtract its mean.
+        eps: Added to the standard deviation, so that tiny ones do not blow the advantage up.
+    """
     turns = _turns(batch)
     episode_N = grpo(batch, scale_by_std=scale_by_std, eps=eps)
     step_M = standardised(returns(turns, discount), turns.state, scale_by_std=scale_by_std, eps=eps)

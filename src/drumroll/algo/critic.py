@@ -30,7 +30,15 @@ from drumroll.types import Batch, TokenLoss
 def gae(
     batch: Batch, *, gamma: Fraction = 1.0, lam: Fraction = 0.95, by_turn: bool = False, whiten: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """How much better each token, or each turn, was than the critic expected, [T]; `whiten` gives the batch mean 0 and deviation 1."""
+    """How much better each token, or each turn, was than the critic expected, [T].
+
+    Options:
+        gamma: Discount: weight of the next decision's value in a decision's own.
+        lam: 0: after one decision only the critic's value counts; 1: only the rewards, to the end of the trajectory; between: a mixture.
+        by_turn: A whole turn is one decision; false: every token is.
+        whiten: Give the advantages of the batch mean 0 and standard deviation 1.
+        eps: With `whiten`, added to the standard deviation, so that tiny ones do not blow the advantage up.
+    """
     advantage_T = _estimate(batch, gamma, lam, by_turn)[0]
     return (whitened(advantage_T, batch, eps=eps) if whiten else advantage_T).float()
 

@@ -37,8 +37,10 @@ LEAST_REST = 1e-6
 def distill(batch: Batch, *, discount: Fraction = 0.0) -> Tensor:
     """On-policy distillation: how much likelier the teacher finds each token than the student did, [T]; rewards play no part.
 
-    With a `discount`, its opinion of the tokens that follow counts too, less and less. 0 takes down the KL of every single token; 1 the KL
-    of whole replies, of which a token is to blame for all that follows."""
+    Options:
+        discount: With it, its opinion of the tokens that follow counts too, less and less. 0 takes down the KL of every single token; 1 the
+            KL of whole replies, of which a token is to blame for all that follows.
+    """
     opinion_T = opinion(batch)
     if discount == 0.0:
         return opinion_T
@@ -50,8 +52,13 @@ def distill(batch: Batch, *, discount: Fraction = 0.0) -> Tensor:
 def gkd(logp_T: Tensor, batch: Batch, *, divergence: Divergence = "reverse", beta: JsdWeight = 0.5) -> TokenLoss:
     """Generalised knowledge distillation (arXiv 2306.13649): distance to the teacher's distribution in each token's place.
 
-    reverse: KL(student ‖ teacher); forward: KL(teacher ‖ student); jsd: `beta` KL(teacher ‖ m) + (1 - `beta`) KL(student ‖ m), where
-    m = `beta` teacher + (1 - `beta`) student. Advantages play no part."""
+    Advantages play no part.
+
+    Options:
+        divergence: reverse: KL(student ‖ teacher); forward: KL(teacher ‖ student); jsd: `beta` KL(teacher ‖ m) + (1 - `beta`)
+            KL(student ‖ m), where m = `beta` teacher + (1 - `beta`) student.
+        beta: For jsd: near 0 it is like forward, near 1 like reverse.
+    """
     if batch.top_logp is None or batch.teacher_top_logp is None:
         raise ValueError(
             "loss 'gkd' needs `batch.teacher_top_logp`, which a teacher fills in, and `batch.top_logp`, which a trainer does; the batch "

@@ -52,15 +52,25 @@ def ppo_clip(
 ) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347): no gain from moving the ratio to `old_logp` beyond 1 - clip_low or 1 + clip_high.
 
-    Unequal bounds are DAPO's (arXiv 2503.14476). With `dual_clip` (arXiv 1912.09729) a token of negative advantage costs no more than
-    that many times its advantage, however far the ratio has risen."""
+    Unequal bounds are DAPO's (arXiv 2503.14476), `dual_clip` is of arXiv 1912.09729.
+
+    Options:
+        clip_low: A token's ratio may fall this far below 1 before it gains nothing more.
+        clip_high: A token's ratio may rise this far above 1 before it gains nothing more.
+        dual_clip: A token of negative advantage costs no more than this times its advantage, however far its ratio rises; null: no limit.
+    """
     log_ratio_T = _log_ratio(logp_T, batch)
     return _clipped(ratio(log_ratio_T), log_ratio_T, batch, clip_low, clip_high, dual_clip)
 
 
 @register.loss("gspo")
 def gspo(logp_T: Tensor, batch: Batch, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> TokenLoss:
-    """GSPO (arXiv 2507.18071): PPO's clipped surrogate with one ratio per trajectory, the geometric mean of its tokens'."""
+    """GSPO (arXiv 2507.18071): PPO's clipped surrogate with one ratio per trajectory, the geometric mean of its tokens'.
+
+    Options:
+        clip_low: A trajectory's ratio may fall this far below 1 before it gains nothing more.
+        clip_high: A trajectory's ratio may rise this far above 1 before it gains nothing more.
+    """
     log_ratio_T = _log_ratio(logp_T, batch)
     ratio_T = spread(ratio(trajectory_mean(log_ratio_T, batch)), batch)
     return _clipped(ratio_T, log_ratio_T, batch, clip_low, clip_high)
@@ -68,7 +78,12 @@ def gspo(logp_T: Tensor, batch: Batch, *, clip_low: ClipLow = 3e-4, clip_high: C
 
 @register.loss("gspo_token")
 def gspo_token(logp_T: Tensor, batch: Batch, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> TokenLoss:
-    """GSPO-token (arXiv 2507.18071): the value of GSPO's ratio, with each token's gradient its own; for advantages that differ by token."""
+    """GSPO-token (arXiv 2507.18071): the value of GSPO's ratio, with each token's gradient its own; for advantages that differ by token.
+
+    Options:
+        clip_low: A trajectory's ratio may fall this far below 1 before it gains nothing more.
+        clip_high: A trajectory's ratio may rise this far above 1 before it gains nothing more.
+    """
     log_ratio_T = _log_ratio(logp_T, batch)
     ratio_T = spread(ratio(trajectory_mean(log_ratio_T.detach(), batch)), batch)
     own_T = (log_ratio_T - log_ratio_T.detach()).exp()  # 1, with the gradient of the log-probability
@@ -77,7 +92,12 @@ def gspo_token(logp_T: Tensor, batch: Batch, *, clip_low: ClipLow = 3e-4, clip_h
 
 @register.loss("cispo")
 def cispo(logp_T: Tensor, batch: Batch, *, floor: RatioFloor = 0.0, cap: RatioCap = 5.0) -> TokenLoss:
-    """CISPO (arXiv 2506.13585): policy gradient times the ratio held between `floor` and `cap`, which is a constant to the gradient."""
+    """CISPO (arXiv 2506.13585): policy gradient times the ratio held between `floor` and `cap`, which is a constant to the gradient.
+
+    Options:
+        floor: Smaller ratios count as this one.
+        cap: Larger ratios count as this one.
+    """
     log_ratio_T = _log_ratio(logp_T, batch)
     ratio_T = ratio(log_ratio_T.detach())
     held_T = ratio_T.clamp(floor, cap)
@@ -101,7 +121,11 @@ def topr(logp_T: Tensor, batch: Batch) -> TokenLoss:
 def kimi(logp_T: Tensor, batch: Batch, *, tau: PositiveFloat = 0.1) -> TokenLoss:
     """Kimi k1.5's objective (arXiv 2501.12599): (advantage - `tau` × the trajectory's log-ratio)² / 2 `tau`, in equal shares per token.
 
-    Where advantages differ by token, each goes with its own token's part of the log-ratio."""
+    Where advantages differ by token, each goes with its own token's part of the log-ratio.
+
+    Options:
+        tau: How strongly the policy is held to the weights before the step's first update.
+    """
     advantage_T, log_ratio_T = advantages(batch), _log_ratio(logp_T, batch)
     tokens_N = trajectory_sum(batch.loss_mask.float(), batch).clamp(min=1)
     share_T = spread(tau / 2 * trajectory_sum(log_ratio_T, batch) ** 2 / tokens_N, batch).masked_fill(~batch.loss_mask, 0.0)

@@ -40,7 +40,12 @@ _ROUNDING = 1e-5
 def dpo(
     logp_T: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
 ) -> TokenLoss:
-    """DPO (arXiv 2305.18290): logistic loss of β × the difference of log-ratios; `label_smoothing` is the share of wrong labels."""
+    """DPO (arXiv 2305.18290): logistic loss of β × the difference of log-ratios.
+
+    Options:
+        beta: How strongly the policy is held to the reference.
+        label_smoothing: Share of the labels that are expected to be wrong.
+    """
     log_ratio_N = trajectory_sum(distance(logp_T, batch, "k1"), batch)
     pairs = _compare(beta * log_ratio_N, batch)
     loss_P = -(1 - label_smoothing) * logsigmoid(pairs.gap) - label_smoothing * logsigmoid(-pairs.gap)
@@ -49,7 +54,12 @@ def dpo(
 
 @register.preference_loss("ipo", needs=("pairs", "ref_logp"))
 def ipo(logp_T: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, per_token: bool = False) -> TokenLoss:
-    """IPO (arXiv 2310.12036): squared distance of the difference of log-ratios from 1 / 2β; `per_token` takes their means per token."""
+    """IPO (arXiv 2310.12036): squared distance of the difference of log-ratios from 1 / 2β.
+
+    Options:
+        beta: How strongly the policy is held to the reference.
+        per_token: Take each reply's mean log-ratio per token, and not the sum.
+    """
     log_ratio_T = distance(logp_T, batch, "k1")
     pairs = _compare(trajectory_mean(log_ratio_T, batch) if per_token else trajectory_sum(log_ratio_T, batch), batch)
     return _outcome((pairs.gap - 1 / (2 * beta)) ** 2, pairs, batch, logp_T)
@@ -57,7 +67,12 @@ def ipo(logp_T: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, per_token: b
 
 @register.preference_loss("simpo", needs=("pairs",))
 def simpo(logp_T: Tensor, batch: Batch, *, beta: PositiveFloat = 2.0, gamma: NonNegativeFloat = 1.0) -> TokenLoss:
-    """SimPO (arXiv 2405.14734): logistic loss of β × the difference of mean log-probabilities, which is to exceed `gamma`; no reference."""
+    """SimPO (arXiv 2405.14734): logistic loss of β × the difference of mean log-probabilities, which is to exceed `gamma`; no reference.
+
+    Options:
+        beta: Factor of the difference.
+        gamma: Margin by which the chosen reply is to be ahead, after `beta`.
+    """
     pairs = _compare(beta * trajectory_mean(logp_T, batch), batch)
     return _outcome(-logsigmoid(pairs.gap - gamma), pairs, batch, logp_T)
 
@@ -71,7 +86,13 @@ def kto(
     desirable_weight: NonNegativeFloat = 1.0,
     undesirable_weight: NonNegativeFloat = 1.0,
 ) -> TokenLoss:
-    """KTO (arXiv 2402.01306): single replies, wanted or not, each compared with a reference point, the KL of replies to other prompts."""
+    """KTO (arXiv 2402.01306): single replies, wanted or not, each compared with a reference point, the KL of replies to other prompts.
+
+    Options:
+        beta: How strongly the policy is held to the reference.
+        desirable_weight: Weight of the replies that are wanted.
+        undesirable_weight: Weight of the others.
+    """
     if batch.baseline is None:
         raise ValueError("loss 'kto' needs `batch.baseline`, the reference point; the batch has none")
     sign_N = batch.rewards.sign()
@@ -91,7 +112,11 @@ def kto(
 
 @register.preference_loss("reward_model", needs=("pairs", "scores"))
 def reward_model(score_T: Tensor, batch: Batch, *, centre_coef: NonNegativeFloat = 0.0) -> TokenLoss:
-    """Bradley-Terry: logistic loss of the difference of scores; `centre_coef` × the squared sum of both keeps their mean near 0."""
+    """Bradley-Terry: logistic loss of the difference of scores.
+
+    Options:
+        centre_coef: Weight of the squared sum of both scores, which keeps their mean near 0.
+    """
     pairs = _compare(score_T.masked_fill(~batch.loss_mask, 0.0)[last_tokens(batch)], batch)
     loss_P = -logsigmoid(pairs.gap) + centre_coef * (pairs.chosen_score + pairs.rejected_score) ** 2
     return _outcome(loss_P, pairs, batch)

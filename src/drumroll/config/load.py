@@ -5,18 +5,18 @@ defaults < files, left to right < overrides such as `trainer.lr=3e-4`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from drumroll.config.models import PreferenceRunConfig, RlConfig, RunConfig, SftRunConfig, VariantOf
+from drumroll.config.explain import explain, shown
+from drumroll.config.models import PIPELINES, RunConfig
+from drumroll.config.sections import child
 from drumroll.errors import ConfigError, PluginError
-from drumroll.registry import REGISTRY, Variant, import_plugin, nearest
-
-PIPELINES: dict[str, type[RunConfig]] = {"rl": RlConfig, "sft": SftRunConfig, "preference": PreferenceRunConfig}
+from drumroll.registry import import_plugin, nearest
 
 
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfig:
@@ -34,7 +34,12 @@ def check_config(tree: Mapping[str, Any]) -> RunConfig:
     pipeline = tree.get("pipeline")
     if not isinstance(pipeline, str) or pipeline not in PIPELINES:
         hint = nearest(pipeline, PIPELINES) if isinstance(pipeline, str) else ""
-        raise ConfigError(f"`pipeline`: got {_shown(pipeline)}, expected one of {', '.join(PIPELINES)}.{hint}")
+        advice = (
+            "A file that is laid over another comes after it: drumroll train BASE.yaml OVER.yaml"
+            if pipeline is None
+            else "Algorithms are chosen within: PPO, GRPO and the like by `algo` of `pipeline: rl`, DPO and the like by `preference.kind`."
+        )
+        raise ConfigError(f"`pipeline`: got {shown(pipeline)}, expected one of {', '.join(PIPELINES)}.{hint} {advice}")
     plugins = tree.get("plugins", [])
     for module in plugins if isinstance(plugins, list | tuple) else []:
         try:
@@ -97,7 +102,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file '{path}' cannot be read: {error}.") from error
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"config file '{path}': expected a mapping of sections, got {_shown(tree)}.")
+        raise ConfigError(f"config file '{path}': expected a mapping of sections, got {shown(tree)}.")
     return tree
 
 
@@ -124,98 +129,13 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if isinstance(node, list):
             if not key.isdigit() or int(key) >= len(node):
                 raise ConfigError(f"override '{override}': `{where}` is a list of {len(node)}; '{key}' is not one of its places.")
-            slot: Any = int(key)
-        elif isinstance(node, dict):
-            slot = key
-            if not last and not isinstance(node.get(key), dict | list):
-                # `rewards: exact_match` is short for a mapping with `kind`
-                node[key] = {"kind": node[key]} if isinstance(node.get(key), str) else {}
-        else:
-            raise ConfigError(f"override '{override}': `{where}` is {_shown(node)}, not a section.")
+        elif not isinstance(node, dict):
+            raise ConfigError(f"override '{override}': `{where}` is {shown(node)}, not a section.")
+        slot: Any = int(key) if isinstance(node, list) else key
         if last:
             node[slot] = value
-        else:
-            node = node[slot]
-
-
-def explain(error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any]) -> str:
-    """Every problem on a line of its own: dotted key, what was got, what is accepted, the nearest known name."""
-    taken: dict[str, list[str]] = {}
-    untaken: dict[str, list[str]] = {}
-    for problem in error.errors(include_url=False):
-        keys = [str(part) for part in problem["loc"] if not _is_union_tag(part)]
-        text = _explain_one(problem, keys, model, tree)
-        of_branch = untaken if _untaken_branch(problem["loc"], problem["input"]) else taken
-        of_branch.setdefault(".".join(keys), []).append(text)
-    # a union complains once for each branch: keep the branch that the value was meant for, if there is one
-    merged = taken | {dotted: texts for dotted, texts in untaken.items() if not any(key.startswith(dotted) for key in taken)}
-    return "\n".join(f"`{dotted}`: {text}" if dotted else text for dotted, texts in merged.items() for text in dict.fromkeys(texts))
-
-
-def _explain_one(problem: Any, keys: list[str], model: type[BaseModel], tree: Mapping[str, Any]) -> str:
-    message = str(problem["msg"])
-    match problem["type"]:
-        case "extra_forbidden":
-            siblings = _known_keys(model, keys[:-1], tree)
-            return f"unknown key.{nearest(keys[-1], siblings)}" + (f" Known here: {', '.join(siblings)}." if siblings else "")
-        case "missing":
-            return "is required and missing."
-        case "unknown_kind" | "kind_missing":
-            keys.append("kind")
-            return message
-        case "value_error":
-            return message.removeprefix("Value error, ") + "."
-    expected = message.removeprefix("Input should be ").removesuffix(".")
-    got = problem["input"]
-    choices = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
-    hint = nearest(got, choices) if problem["type"] == "literal_error" and isinstance(got, str) else ""
-    return f"got {_shown(got)}, expected {expected}.{hint}"
-
-
-def _is_union_tag(part: int | str) -> bool:
-    """Pydantic marks the branches of a union in the location: `literal['auto']`, `dict[...]`, `str`, a class name."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int") or (part[:1].isupper() and part.isidentifier()))
-
-
-def _untaken_branch(loc: Sequence[int | str], value: Any) -> bool:
-    """Whether the problem is of a union's branch that the value was clearly not meant for."""
-    tag = next((str(part) for part in reversed(loc) if _is_union_tag(part)), "")
-    meant = {"literal[": str, "dict[": dict, "str": str, "int": int, "tuple[": list | tuple}
-    for prefix, kind in meant.items():
-        if tag.startswith(prefix) and loc[-1] == tag:
-            return not isinstance(value, kind)
-    return bool(tag[:1].isupper()) and loc[-1] == tag and not isinstance(value, dict)
-
-
-def _known_keys(model: type[BaseModel], keys: Iterable[str], tree: Any) -> list[str]:
-    """Fields of the section at `keys`, by the registered schema where the section has a `kind`."""
-    section: type[BaseModel] | None = model
-    is_name = False  # of an entry of a mapping, chosen by the user
-    for key in keys:
-        tree = tree[int(key)] if isinstance(tree, list | tuple) and key.isdigit() else tree.get(key) if isinstance(tree, dict) else None
-        if key.isdigit() or section is None or is_name:
-            is_name = False
-            continue
-        info = section.model_fields.get(key)
-        is_name = info is not None and get_origin(info.annotation) is dict
-        section = _section(Annotated[info.annotation, info.metadata and info.metadata[-1]], tree) if info is not None else None
-    return list(section.model_fields) if section is not None else []
-
-
-def _section(annotation: Any, tree: Any) -> type[BaseModel] | None:
-    """The config section inside an annotation such as `WarmupConfig | None` or `tuple[RewardChoice, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    parts = get_args(annotation)
-    section = next((found for part in parts if (found := _section(part, tree))), None)
-    family = next((part.family for part in parts if isinstance(part, VariantOf)), None)
-    if family and section and issubclass(section, Variant):
-        node = tree[0] if isinstance(tree, list) and tree else tree
-        kind = node.get("kind", section.model_fields["kind"].default) if isinstance(node, dict) else node
-        return REGISTRY.lookup(family, str(kind)).schema(section)
-    return section
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})" if value is not None else "nothing"
+            return
+        inner = child(node, key)
+        if not isinstance(inner, dict | list):  # `advantage: grpo` is short for `advantage: {kind: grpo}`, and so is an entry of `rewards`
+            node[slot] = {"kind": inner} if isinstance(inner, str) else {}
+        node = node[slot]

@@ -67,14 +67,14 @@ class VariantOf:
 
 
 class ScratchConfig(Options):
-    """A model with random weights and a tokenizer of characters, and of words that are listed."""
+    """A model with random weights, and a tokenizer whose tokens are single characters and listed words."""
 
     architecture: str = "llama"
-    """Any causal LM architecture of transformers, by its `model_type`."""
+    """Any causal language model of transformers, by its `model_type`."""
     characters: str
-    """Every character that the tokenizer knows, each one token."""
+    """The characters that the tokenizer knows; each is one token."""
     words: tuple[str, ...] = ()
-    """Words that are one token each, wherever they stand, the longest first; what is left of a text goes by characters."""
+    """Words that are one token each wherever they occur, the longest first; the rest of a text is split into characters."""
     config: dict[str, Any] = {}
     """Fields of the architecture's own config, for example `hidden_size`."""
 
@@ -107,7 +107,7 @@ class SourceConfig(Options):
     path: str = ""
     """File, folder, or hub id such as `org/name`."""
     seeds: str | None = None
-    """In place of a path: numbers such as `0-999`. Each is a task with that `seed`, for environments that make their tasks themselves."""
+    """Instead of a path: a range of numbers such as `0-999`. Each is the `seed` of one task, for environments that make their own tasks."""
     revision: str | None = None
     """Commit, tag or branch of a hub id."""
     split: str | None = None
@@ -115,11 +115,11 @@ class SourceConfig(Options):
     prompt_field: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     id_field: str | None = None
-    """Column that names each row; the row's number otherwise."""
+    """Column that names each row. Default: the row's number."""
     domain: str = "default"
     """Domain of these tasks, unless a column `domain` says otherwise."""
     limit: PositiveInt | None = None
-    """Take only the first rows."""
+    """Read at most this many rows, from the top."""
 
     @model_validator(mode="after")
     def one_origin(self) -> SourceConfig:
@@ -146,16 +146,16 @@ class DataConfig(Options):
 
 
 class SamplingConfig(Options):
-    """How tokens are drawn. The defaults sample from the model's own distribution."""
+    """How tokens are sampled. The defaults leave the model's own distribution as it is."""
 
     max_new_tokens: PositiveInt = 128
-    """Budget of one reply."""
+    """The most tokens that one reply may have."""
     temperature: NonNegativeFloat = 1.0
-    """0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """1.0 is off."""
+    """Sample only from the likeliest tokens that together have this probability; 1.0 is off."""
     top_k: NonNegativeInt = 0
-    """0 is off."""
+    """Sample only from this many of the likeliest tokens; 0 is off."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     stop_token_ids: tuple[int, ...] = ()
@@ -166,16 +166,16 @@ class SamplingConfig(Options):
 
 
 class SamplingChanges(Options):
-    """What a domain samples otherwise than `rollout.sampling` says."""
+    """Where a domain's sampling differs from `rollout.sampling`."""
 
     max_new_tokens: PositiveInt | None = None
-    """Budget of one reply."""
+    """The most tokens that one reply may have."""
     temperature: NonNegativeFloat | None = None
-    """0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """1.0 is off."""
+    """Sample only from the likeliest tokens that together have this probability; 1.0 is off."""
     top_k: NonNegativeInt | None = None
-    """0 is off."""
+    """Sample only from this many of the likeliest tokens; 0 is off."""
     stop: tuple[str, ...] | None = None
     """Strings that end a reply."""
     stop_token_ids: tuple[int, ...] | None = None
@@ -190,56 +190,58 @@ FilterChoice = Annotated[SerializeAsAny[FilterConfig], VariantOf("group_filter")
 
 
 class RolloutConfig(Options):
-    """What one step asks of the rollouts."""
+    """How a step gets its samples."""
 
     groups_per_step: PositiveInt = 32
-    """Groups that each step trains on; a group is the attempts at one task."""
+    """Groups that each step trains on. A group is all attempts at one task."""
     group_size: PositiveInt = 8
     """Attempts at each task."""
     max_staleness: NonNegativeInt = 0
-    """How many versions old a trained token may be. 0 is synchronous: a step's samples are made by the newest weights alone, and what
-    is left over is aborted. With more, rollouts go on while the trainers work, and what is unfinished goes on in the next step."""
+    """How many versions behind the trainer the weights may be that sampled a token. 0 is synchronous: all samples of a step come from the
+    newest weights, and whatever is left over is aborted. Above 0, rollouts continue while the trainers work, and unfinished samples carry
+    over to the next step."""
     filters: tuple[FilterChoice, ...] = ()
-    """Each may reject a complete group, which is then replaced by one of another task."""
+    """Each may reject a complete group; a group of another task then takes its place."""
     max_rejected: PositiveInt | None = None
-    """Groups that one step may reject, for filters, failures and age together, before the run stops; 10 × `groups_per_step` otherwise."""
+    """How many groups one step may lose to filters, failures and staleness together before the run stops. Default: 10 ×
+    `groups_per_step`."""
     min_group_size: PositiveInt | None = None
-    """A group that lost members to failures or age is still used with this many; otherwise `group_size`, and with a `max_staleness`
-    above 0 half of it."""
+    """How many members must be left of a group, after failures and staleness, for it to be used. Default: `group_size`, or half of it if
+    `max_staleness` is above 0."""
     extra_groups: NonNegativeInt = 0
-    """Redundancy: groups asked for beyond `groups_per_step`. The first to be complete are taken."""
+    """Redundancy: groups started beyond `groups_per_step`. The first to be complete are taken."""
     extra_samples: NonNegativeInt = 0
-    """Redundancy: attempts asked for beyond `group_size`. The first to end are taken, the rest are aborted."""
+    """Redundancy: attempts started beyond `group_size`. The first to end are taken, and the rest are aborted."""
     tail_batching: bool = False
-    """Groups that `extra_groups` leaves unfinished are put off, and come back together in rounds of their own without redundancy."""
+    """Put off the groups that `extra_groups` leaves unfinished, and run them together later, in rounds without redundancy."""
     max_in_flight: PositiveInt | None = None
-    """Samples that are leased at the same time; as many as keep the engines' slots busy otherwise."""
+    """Samples under way at the same time. Default: as many as keep the engines' slots busy."""
     cache_on_update: Literal["recompute", "keep"] = "recompute"
-    """What happens to the keys and values of unfinished replies when new weights arrive."""
+    """What happens to the keys and values of unfinished replies when new weights arrive: they are computed anew, or kept."""
     max_turns: PositiveInt = 1
-    """Replies in one episode."""
+    """The most replies in one episode."""
     max_tokens: PositiveInt | None = None
-    """Tokens in one episode, observations included; the engine's context length otherwise."""
+    """The most tokens in one episode, observations included. Default: the engine's context length."""
     sampling: SamplingConfig = SamplingConfig()
     num_env_workers: PositiveInt = 1
     """Processes that run episodes."""
     deadline_s: PositiveFloat = 600.0
-    """One episode may take this long."""
+    """An episode may take this long."""
     stall_s: Annotated[float, Field(ge=1.0)] = 60.0
-    """An engine that is at work may give no token of a reply for this long."""
+    """An engine at work may go this long without producing a token of a reply."""
     env_deadline_s: PositiveFloat = 300.0
-    """One start or step of an environment may take this long."""
+    """An environment may take this long to start, and for each step."""
     reward_deadline_s: PositiveFloat = 60.0
-    """One reward may think about one sample for this long."""
+    """A reward may take this long to score one sample."""
     max_attempts: PositiveInt = 2
-    """Times that a sample may fail by itself, in its environment or its rewards. A task none of whose samples succeeds by then is
+    """How often a sample may fail by itself, in its environment or its rewards. A task none of whose samples has succeeded by then is
     quarantined: it is not drawn again, and the report names it."""
     max_mishaps: PositiveInt = 6
-    """Times that a sample may be taken from engines and workers that failed."""
+    """How often a sample may be moved away from an engine or worker that failed."""
     min_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of `groups_per_step` that a step must have, where tasks fail so often that replacing their groups does not help."""
+    """The smallest share of `groups_per_step` that a step may train on if tasks fail too often for all groups to be replaced."""
     on_shortage: Literal["stop", "wait"] = "stop"
-    """What happens to a step that has less: the run stops, or the step waits and draws more tasks."""
+    """What happens if a step has fewer: the run stops, or the step waits and draws more tasks."""
 
     @property
     def smallest_group(self) -> int:
@@ -280,16 +282,16 @@ class RewardConfig(Variant):
     """Base of every reward's options."""
 
     weight: float = 1.0
-    """Factor of this reward in the sum."""
+    """Weight of this reward in the sum."""
     success_at: float | None = None
-    """The sample counts as a success when this reward is at least this much."""
+    """A sample counts as a success if this reward is at least this high."""
     pooled: bool | None = None
-    """Compute it in the reward workers, where it can be ended when it hangs, and not beside the episode. Built-in rewards that take
-    long are pooled unless told otherwise; your own are not."""
+    """Compute it in the reward workers, where it can be killed if it hangs, and not beside the episode. Default: true for built-in
+    rewards that take long, false for your own."""
     deadline_s: PositiveFloat | None = None
-    """It may think about one sample for this long; `rollout.reward_deadline_s` otherwise."""
+    """It may take this long to score one sample. Default: `rollout.reward_deadline_s`."""
     retries: NonNegativeInt = 1
-    """How often it is asked again when it fails, hangs or dies."""
+    """How often it is asked again after it fails, hangs or dies."""
 
     @property
     def seat(self) -> Seat:
@@ -308,9 +310,13 @@ class RewardConfig(Variant):
 class AdvantageConfig(Variant):
     """Base of every advantage's options."""
 
+    kind: str = "grpo"
+
 
 class LossConfig(Variant):
     """Base of every loss's options."""
+
+    kind: str = "ppo_clip"
 
 
 class CorrectionConfig(Variant):
@@ -321,22 +327,22 @@ class AdaptiveKlConfig(Options):
     """A coefficient that grows while the policy is too far from the reference and shrinks while it is too near."""
 
     target: PositiveFloat
-    """Mean KL per token to be held, by `kl.estimator`."""
+    """Mean KL per token to aim for, as `estimator` measures it."""
     horizon: PositiveInt = 10_000
-    """Trajectories over which the coefficient changes by about a fifth."""
+    """Number of trajectories over which the coefficient changes by a fifth at most."""
 
 
 class KlConfig(Options):
     """A pull towards the reference model."""
 
     coef: PositiveFloat
-    """Weight of the KL; with `adaptive` the one to begin with."""
+    """Weight of the KL; with `adaptive`, the initial one."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1: log-ratio; k2: half its square; k3: the unbiased positive one."""
     applied_to: Literal["loss", "reward"] = "loss"
-    """loss: a term of every token's loss; reward: every token's KL is taken off the rewards before advantages are computed."""
+    """loss: a term of every token's loss; reward: every token's KL is subtracted from the rewards before advantages are computed."""
     adaptive: AdaptiveKlConfig | None = None
-    """Change the coefficient from step to step."""
+    """Adjust the coefficient from step to step."""
 
 
 TEACHER_FIELDS = frozenset({"teacher_logp", "teacher_top_logp"})
@@ -350,50 +356,50 @@ JsdWeight = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class DistillConfig(Options):
-    """A teacher's opinion of every token on top of what rewards say: how much likelier it finds the token than the student did."""
+    """A teacher's opinion of every token, on top of the rewards: how much likelier it finds the token than the student did."""
 
     coef: PositiveFloat = 1.0
-    """What it counts for beside the advantage, to which it is added after `advantage_scaling`."""
+    """Weight of the opinion, which is added to the advantage after `advantage_scaling`."""
     discount: Fraction = 0.0
-    """What its opinion of the next token counts for in a token's own; 0: nothing."""
+    """Weight of the next token's value in a token's own; 0: every token stands for itself."""
 
 
 class SoftTargetsConfig(Options):
-    """Learn the teacher's whole distribution at every token of the demonstrations, besides the tokens themselves."""
+    """Learn the teacher's whole distribution at every token of the demonstrations, as well as the tokens themselves."""
 
     weight: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """Share of the distance to the teacher in the loss; the cross-entropy of the tokens has the rest."""
+    """Weight of the distance to the teacher in the loss; the rest is that of the tokens' cross-entropy."""
     temperature: PositiveFloat = 1.0
-    """What the logits of both are divided by. Above 1 the unlikely tokens count for more; the distance is multiplied by its square."""
+    """Divides the logits of both models. Above 1, unlikely tokens count for more. The distance is multiplied by its square."""
     divergence: Divergence = "forward"
-    """forward: cover all that the teacher may say; reverse: say nothing that it would not; jsd: between the two."""
+    """forward: cover all that the teacher might say; reverse: say nothing that it would not; jsd: between the two."""
     beta: JsdWeight = 0.5
-    """Of jsd: near 0 it is like forward, near 1 like reverse."""
+    """For jsd: near 0 it is like forward, near 1 like reverse."""
 
 
 class TeacherConfig(Options):
-    """The model to distil, with the tokens of `model`. It scores and never learns."""
+    """The model to learn from, with the same tokens as `model`. It scores and never learns."""
 
     path: str
-    """Folder, or hub id such as `org/name`; all that `model.path` takes."""
+    """Folder, hub id such as `org/name`, or anything else that `model.path` takes."""
     revision: str | None = None
     """Commit, tag or branch of a hub id."""
     trust_remote_code: bool = False
-    """Run Python code that comes with its folder."""
+    """Run Python code that comes with the model folder."""
     top_k: PositiveInt = 64
-    """For losses that need its distribution: how many of its likeliest tokens it names in each token's place. What is left of the
-    probability counts as one further token. A step's batch has 8 bytes more for each, times its tokens."""
+    """For losses that compare distributions: how many of its likeliest tokens it names at each position. The rest of the probability
+    counts as one further token. Each of them adds 8 bytes to every token of a step's batch."""
 
 
 class ScalingConfig(Options):
-    """Values on a common scale."""
+    """How values are brought to a common scale."""
 
     normalise: Literal["batch", "group", "running"] | None = None
     """Divide by the standard deviation of the step, of each group, or of the run so far."""
     subtract_mean: bool = True
     """Subtract the mean of the same values first."""
     clip: Bounds | None = None
-    """Hold the values within these bounds afterwards."""
+    """Clip the values to these bounds afterwards."""
 
     @model_validator(mode="after")
     def does_something(self) -> ScalingConfig:
@@ -403,22 +409,23 @@ class ScalingConfig(Options):
 
 
 class MasksConfig(Options):
-    """What does not count although the policy sampled it. It is still compared with: rewards of masked trajectories are part of what
-    their group is measured by."""
+    """What the policy sampled and yet does not learn from. Others are still compared with it: the rewards of masked trajectories count
+    in their group's mean and deviation."""
 
     cut_off: bool = False
-    """Trajectories that ended because their budget of tokens was spent do not count."""
+    """Trajectories that ended because they ran out of tokens do not count."""
     longer_than: PositiveInt | None = None
     """Trajectories with more sampled tokens than this do not count."""
     success_rate: RateBounds | None = None
-    """Groups whose success rate is outside do not count. Where nobody states success, the mean reward counts, held between 0 and 1."""
+    """Groups whose success rate is outside these bounds do not count. Where nothing states success, it is the mean reward, clipped to 0
+    to 1."""
     token_staleness: NonNegativeInt | None = None
-    """Tokens of weights that are more versions old than this do not count."""
+    """Tokens from weights more than this many versions old do not count."""
     trajectory_staleness: NonNegativeInt | None = None
-    """Trajectories with a token of weights that are more versions old than this do not count."""
+    """Trajectories with a token from weights more than this many versions old do not count."""
     sequence_ratio: RatioBounds | None = None
-    """Trajectories that the weights before the step's first update find too much more or less likely than the weights that sampled them
-    do not count: those whose ratio of probabilities, as the geometric mean over their tokens, is outside."""
+    """Trajectories whose ratio is outside these bounds do not count: their probability under the weights before the step's first update,
+    over that under the weights that sampled them, as the geometric mean over their tokens."""
 
 
 class ScheduleOptions(Options):
@@ -438,7 +445,7 @@ class ScheduleOptions(Options):
 
 
 class TrainerConfig(Variant, ScheduleOptions):
-    """Base of every training backend's options: the optimizer and the size of its bites."""
+    """Base of every training backend's options: the optimizer, and how much it takes at a time."""
 
     kind: str = "fsdp2"
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -446,18 +453,18 @@ class TrainerConfig(Variant, ScheduleOptions):
     eps: PositiveFloat = 1e-8
     """AdamW's guard against division by zero."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's pull of the weights towards 0."""
+    """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this one."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens in one forward and backward pass; a longer trajectory gets a pass of its own."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     offload: bool = False
-    """While others compute on the same devices, weights and optimizer state wait in host memory."""
+    """Keep weights and optimizer state in host memory while other roles compute on the same devices."""
     threads: PositiveInt = 1
-    """Of each rank on the CPU. More than one pays only where nothing else wants the cores meanwhile: rollouts that wait for the update
-    (`rollout.max_staleness: 0`), a single rank, and models of a million parameters or more."""
+    """Threads of each rank on the CPU. More than one pays off only if nothing else needs the cores meanwhile: with rollouts that wait for
+    the update (`rollout.max_staleness: 0`), a single rank, and a model of a million parameters or more."""
 
 
 class EngineConfig(Variant):
@@ -467,10 +474,10 @@ class EngineConfig(Variant):
     num_slots: PositiveInt = 64
     """Requests that one engine decodes at the same time."""
     context_tokens: PositiveInt | None = None
-    """Longest prompt plus reply; the model's own limit otherwise."""
+    """The most tokens of prompt and reply together. Default: the model's own limit."""
     offload: bool = False
-    """While others compute on the same devices, weights wait in host memory, and keys and values are given up, to be computed anew for
-    requests that are not at their end."""
+    """While other roles compute on the same devices, keep the weights in host memory and drop keys and values; unfinished requests compute
+    theirs anew."""
 
 
 EnvChoice = Annotated[SerializeAsAny[EnvConfig], VariantOf("env")]
@@ -483,18 +490,18 @@ EngineChoice = Annotated[SerializeAsAny[EngineConfig], VariantOf("infer_backend"
 
 
 class CurriculumConfig(Options):
-    """Tasks of the right difficulty first, as far as samples have shown it."""
+    """Tasks of the right difficulty first, as far as earlier samples show it."""
 
     target: Fraction = 0.5
-    """Success rate of the tasks that are preferred. Where nobody states success, the mean reward counts, held between 0 and 1."""
+    """The success rate to prefer. Where nothing states success, it is the mean reward, clipped to 0 to 1."""
     lookahead: Annotated[int, Field(ge=2)] = 4
-    """The tasks of a round are chosen among this many times as many."""
+    """The tasks of a round are chosen from this many times as many candidates."""
     patience: PositiveInt = 4
-    """Rounds in which a task may be passed over before it is drawn whatever its difficulty."""
+    """Number of rounds that may pass a task over before it is drawn whatever its difficulty."""
     memory: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """What the latest group of samples leaves of the success rate known before it."""
+    """Weight of what was known of a task's success rate when a new group of samples comes in."""
     level_field: str | None = None
-    """Column by which tasks are of like difficulty, for example a level: what is learnt of one then holds for all of that value."""
+    """Column whose value stands for a difficulty, for example a level: what is learnt of one task then holds for all with that value."""
 
 
 class DomainData(Options):
@@ -507,28 +514,28 @@ class DomainData(Options):
 
 
 class DomainConfig(Options):
-    """One kind of task among several: where its tasks come from, how they are judged, and how much of the training they are.
-    What it leaves out is as in the rest of the config."""
+    """One kind of task among several: where its tasks come from, how they are judged, and what share of the training they get.
+    Whatever it leaves out is taken from the rest of the config."""
 
     share: Fraction
-    """Of the trained groups. All shares sum to 1. A domain with 0 is only evaluated."""
+    """Share of the trained groups. All shares sum to 1; a domain with 0 is only evaluated."""
     data: DomainData | None = None
-    """Its tasks; otherwise those rows of the run's `data` whose column `domain` holds its name."""
+    """Its tasks. Default: the rows of the run's `data` whose column `domain` holds its name."""
     env: EnvChoice | None = None
-    """The run's `env` otherwise."""
+    """Its environment. Default: the run's `env`."""
     rewards: tuple[RewardChoice, ...] | None = None
-    """In place of the run's `rewards`."""
+    """Its rewards. Default: the run's `rewards`."""
     sampling: SamplingChanges = SamplingChanges()
-    """In place of those of `rollout.sampling`."""
+    """Where its sampling differs from `rollout.sampling`."""
     filters: tuple[FilterChoice, ...] | None = None
-    """In place of `rollout.filters`."""
+    """Its group filters. Default: `rollout.filters`."""
     curriculum: CurriculumConfig | None = None
-    """In place of the run's `curriculum`."""
+    """Its curriculum. Default: the run's `curriculum`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """A domain as it counts: every setting its own."""
+    """A domain with every setting filled in."""
 
     name: str
     share: float
@@ -548,23 +555,26 @@ class AlgoConfig(Options):
     """How rewards become an update."""
 
     advantage: AdvantageChoice = Field(default={"kind": "grpo"}, validate_default=True)
+    """Which advantage, and its options: how much better than expected each trajectory, turn or token was."""
     loss: LossChoice = Field(default={"kind": "ppo_clip"}, validate_default=True)
+    """Which loss, and its options."""
     aggregation: Literal["token_mean", "sequence_mean", "group_mean", "constant_length"] = "token_mean"
-    """token_mean: every token of the update counts the same; sequence_mean: every trajectory; group_mean: every group, and the tokens in
-    it; constant_length: tokens are divided by trajectories times `rollout.sampling.max_new_tokens`, so that length changes nothing."""
+    """What counts the same. token_mean: every token of the update; sequence_mean: every trajectory; group_mean: every group, and within
+    it every token; constant_length: every token, whatever the lengths, as the sum is divided by the number of trajectories ×
+    `rollout.sampling.max_new_tokens`."""
     kl: KlConfig | None = None
     entropy_coef: PositiveFloat | None = None
-    """Weight of an entropy bonus: the loss of every token less this many times the entropy of the distribution it was drawn from."""
+    """Weight of an entropy bonus: this times the entropy of the distribution that a token was drawn from is subtracted from its loss."""
     correction: CorrectionChoice | None = None
-    """What makes up for tokens that were sampled by other weights than the ones being trained."""
+    """Which off-policy correction, and its options: what makes up for tokens that other weights sampled than those being trained."""
     reward_scaling: ScalingConfig | None = None
-    """Rewards of trajectories on a common scale, before a KL is taken off them."""
+    """Bring the rewards of trajectories to a common scale, before a KL is subtracted from them."""
     advantage_scaling: ScalingConfig | None = None
-    """Advantages of tokens on a common scale."""
+    """Bring the advantages of tokens to a common scale."""
     distill: DistillConfig | None = None
     masks: MasksConfig = MasksConfig()
     updates_per_step: PositiveInt = 1
-    """Optimizer updates that each step's trajectories are divided into."""
+    """Optimizer updates that each step's trajectories are divided among."""
     epochs_per_step: PositiveInt = 1
     """Passes over each step's trajectories."""
 
@@ -630,13 +640,14 @@ class AlgoConfig(Options):
 
 
 class SftConfig(ScheduleOptions):
-    """Supervised fine-tuning on demonstrations: rows with a prompt and a completion. Its learning rate is its own."""
+    """Supervised fine-tuning on demonstrations: rows with a prompt and a completion. It has its own learning rate."""
 
     data: SourceConfig
+    """The demonstrations."""
     completion_field: str = "completion"
     """Column with the reply to imitate. Rows with `turns` or `messages` are episodes of several turns and need none."""
     end_token: bool = True
-    """Replies to imitate end with the model's end token. Without it they are taken as they stand, for sampling with stop strings."""
+    """End the replies to imitate with the model's end token. false: take them as they stand, for sampling with stop strings."""
     steps: PositiveInt = 100
     """Optimizer updates."""
     batch_size: PositiveInt = 64
@@ -650,26 +661,26 @@ class WarmupConfig(SftConfig):
     """Supervised fine-tuning before RL, on the same trainer."""
 
     compare: bool = False
-    """After RL, go back to the warmed-up weights, spend RL's compute on more of the same demonstrations, and report both."""
+    """After RL, go back to the warmed-up weights, spend as much compute on more of the same demonstrations as RL took, and report both."""
 
 
 class CriticConfig(ScheduleOptions):
-    """The critic of an advantage that needs values, such as `gae`. Its learning rate is its own; for the rest it is trained as `trainer`
-    says, in the updates of the policy."""
+    """The critic of an advantage that needs values, such as `gae`. It has its own learning rate; otherwise it is trained as `trainer` says,
+    in the policy's updates."""
 
     path: str | None = None
-    """Folder or hub id of what it starts from, a language model or a reward model with the tokens of `model`; the weights that the policy
-    has when RL begins otherwise."""
+    """Folder or hub id of the model that it starts from: a language model or a reward model, with the same tokens as `model`. Default: the
+    policy's weights when RL begins."""
     revision: str | None = None
     """Commit, tag or branch of a hub id."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
     warmup_steps: NonNegativeInt = 0
-    """Steps at the beginning of RL in which only the critic learns."""
+    """Steps at the beginning of RL during which only the critic learns."""
     value_clip: PositiveFloat | None = 0.2
     """An update gains nothing from moving a value further than this from what it was before the step; null: no limit."""
     lam: Fraction | None = None
-    """λ of the returns that it learns, where it is not that of the advantage: 1 for the rewards that really followed."""
+    """λ of the returns that it learns; 1: the rewards that really followed. Default: that of the advantage."""
 
 
 class PreferenceConfig(Variant, ScheduleOptions):
@@ -685,13 +696,13 @@ class PreferenceConfig(Variant, ScheduleOptions):
     rejected_field: str = "rejected"
     """Column with the other one."""
     completion_field: str = "completion"
-    """Of rows without pairs, for `kto`: column with the reply."""
+    """For `kto`, in rows without pairs: column with the reply."""
     label_field: str = "label"
-    """Of rows without pairs, for `kto`: column that says whether the reply is wanted."""
+    """For `kto`, in rows without pairs: column that says whether the reply is wanted."""
     margin_field: str | None = None
-    """Of pairs: column with a number, by how much more the chosen one is to be ahead."""
+    """For pairs: column with a number, the margin by which the chosen reply is to be ahead."""
     end_token: bool = True
-    """Replies end with the model's end token. A reward model always sees them as the reward `reward_model` shows them, without."""
+    """End replies with the model's end token. A reward model always sees them without it, as the reward `reward_model` shows them."""
     steps: PositiveInt = 100
     """Optimizer updates."""
     batch_size: PositiveInt = 64
@@ -727,7 +738,7 @@ class EvalConfig(Options):
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before and after."""
     num_tasks: PositiveInt | None = None
-    """Take only the first held-out tasks of each domain; all otherwise."""
+    """Use only this many held-out tasks of each domain, the first ones. Default: all."""
     samples_per_task: PositiveInt = 1
     """Attempts at each task at the training temperature; one more is greedy."""
 
@@ -736,7 +747,7 @@ class WandbConfig(Options):
     """Metrics to Weights & Biases (`pip install wandb`)."""
 
     project: str = "drumroll"
-    """Where runs are filed."""
+    """The project that runs are filed under."""
     mode: Literal["online", "offline"] = "offline"
     """`offline` keeps everything in the run folder until `wandb sync`."""
 
@@ -745,14 +756,14 @@ class TrackioConfig(Options):
     """Metrics to trackio (`pip install trackio`)."""
 
     project: str = "drumroll"
-    """Where runs are filed."""
+    """The project that runs are filed under."""
 
 
 class RecordConfig(Options):
     """What a run leaves behind besides its config, metrics and trajectories."""
 
     tensorboard: bool = True
-    """Metrics as TensorBoard files too."""
+    """Write metrics as TensorBoard files, too."""
     wandb: WandbConfig | None = None
     trackio: TrackioConfig | None = None
 
@@ -765,17 +776,17 @@ class CheckpointConfig(Options):
     every_s: PositiveFloat = 600.0
     """A checkpoint is also written when the last one is this old."""
     to_disk: bool = True
-    """False writes none but the one that a comparison with more supervised fine-tuning goes back to. The run leaves its final model, and
-    can neither be resumed nor go back."""
+    """false: write none but the one that `warmup.compare` goes back to. The run still leaves its final model, but can neither be resumed
+    nor go back."""
     root: str | None = None
-    """Folder or any fsspec URL, such as `s3://bucket/run`; `<run>/checkpoints` otherwise."""
+    """Folder, or any fsspec URL such as `s3://bucket/run`. Default: `<run>/checkpoints`."""
     keep_last: PositiveInt = 2
-    """The newest that are kept."""
+    """How many of the newest are kept."""
     in_memory: bool | Literal["auto"] = "auto"
-    """Keep a copy of the trainers' state in the object store after every step, from which a lost rank comes back within the step. `auto`:
-    where two copies fit into half of it (`ray.object_store_mib`). Without it, trainers come back from the newest checkpoint."""
+    """After every step, keep a copy of the trainers' state in the object store, from which a lost rank is restored within the step. `auto`:
+    if two copies fit into half of the store (`ray.object_store_mib`). Without it, trainers go back to the newest checkpoint."""
     keep_best: NonNegativeInt = 0
-    """Besides those, the ones with the best evaluation: sampled success, or mean reward."""
+    """How many more are kept, those with the best evaluation: sampled success, or mean reward."""
 
     @model_validator(mode="after")
     def nothing_else_is_asked_for(self) -> CheckpointConfig:
@@ -785,13 +796,13 @@ class CheckpointConfig(Options):
 
 
 class DeviceRequest(Options):
-    """Devices of a role, where a plain range does not say enough."""
+    """A role's devices, where a plain range does not say enough."""
 
     where: dict[str, str] = {}
     """Only nodes whose labels match, for example `{gpu: L40S}`. Every node also has `kind` (`gpu` or `cpu`) and `node` (its name)."""
     take: str | int | tuple[int, ...] | None = None
-    """Which of those devices, counted over the matching nodes: `0-3`, `[0, 2]`, `cpu` for their host processors, or, unlike in a
-    plain map, a number of devices; all otherwise."""
+    """Which of those devices, counted over the matching nodes: `0-3`, `[0, 2]`, or `cpu` for their host processors. A single number is
+    how many, and not which one as in a plain map. Default: all."""
 
 
 DeviceSpec = str | int | tuple[int, ...] | DeviceRequest
@@ -801,40 +812,40 @@ class RayConfig(Options):
     """The Ray instance that workers run on."""
 
     address: str | None = None
-    """None starts a private one on this machine; `auto` or `host:port` joins a cluster."""
+    """`auto` or `host:port` joins a cluster; null starts a private instance on this machine."""
     cpu_slots: PositiveInt | None = None
-    """Without GPUs, how many devices each machine stands for; its cores otherwise."""
+    """Without GPUs: how many devices each machine stands for. Default: its cores."""
     object_store_mib: PositiveInt = 512
-    """Shared memory of a private instance."""
-    start_timeout_s: PositiveFloat = 120.0
-    """Workers must be up after this long."""
+    """Shared memory of a private instance, in MiB."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Workers must be up within this time."""
 
 
 class SupervisionConfig(Options):
     """What becomes of workers that die or fall silent (docs/faults.md)."""
 
     silence_s: Annotated[float, Field(ge=1.0)] = 10.0
-    """A worker that answers nothing for this long is taken for frozen: it is ended and replaced. Trainers have three times as long."""
+    """A worker that answers nothing for this long counts as frozen: it is ended and replaced. Trainers get three times as long."""
     call_s: PositiveFloat = 3600.0
-    """Trainers, critic, reference and teacher may take this long for one call, such as a step's updates; then they are taken for hung."""
+    """Trainers, critic, reference and teacher may take this long for one call, such as a step's updates; then they count as hung."""
     max_restarts: NonNegativeInt = 40
-    """Workers of one role that are replaced within `window_s`. After that a role goes on with those that are left, as far as it can."""
+    """How many workers of one role are replaced within `window_s`. After that, the role goes on with those that are left, if it can."""
     window_s: PositiveFloat = 3600.0
-    """What `max_restarts` counts."""
+    """The time over which `max_restarts` counts."""
 
 
 class ParallelConfig(Options):
-    """How the devices of a role share the work on one model. An engine spans `tp` devices; of a trainer's ranks `tp` × `cp` compute on the
-    same trajectories, and the others on other trajectories."""
+    """How the devices of a role share the work on one model. An engine spans `tp` devices. Of a trainer's ranks, each `tp` × `cp` compute
+    on the same trajectories, and the others on different ones."""
 
     tp: PositiveInt = 1
-    """Tensor parallel: so many devices, of one node, divide every matrix among themselves."""
+    """Tensor parallel: number of devices, on one node, that split every matrix between them."""
     cp: PositiveInt = 1
-    """Context parallel: so many ranks divide the tokens of a pass among themselves, and swap them for heads where they attend. Trainers."""
+    """Context parallel: number of ranks that split the tokens of a pass between them, and in attention the heads. Trainers only."""
     ep: PositiveInt = 1
-    """Expert parallel: so many ranks divide the experts of a mixture among themselves, and send each other tokens. Trainers."""
+    """Expert parallel: number of ranks that split the experts of a mixture between them, and send each other tokens. Trainers only."""
     shard: PositiveInt | None = None
-    """Of the ranks with different trajectories, how many share one copy of weights and optimizer state; all of them otherwise. Trainers."""
+    """Number of ranks, each with its own trajectories, that share one copy of weights and optimizer state. Default: all. Trainers only."""
 
     @property
     def devices_per_shard(self) -> int:
@@ -866,23 +877,24 @@ class RunConfig(Options):
     """Fields of every pipeline."""
 
     name: str = "run"
-    """Short name of the run, part of the default run folder's."""
+    """Short name of the run; its default folder is named after it."""
     seed: NonNegativeInt = 0
-    """Root of all randomness."""
+    """Seed of all randomness."""
     deterministic: bool = False
-    """Promise that the same config gives the same weights bit for bit, on any number of engines, environment workers and slots, and
-    also when the run was killed and resumed; settings that cannot keep the promise are refused."""
+    """Promise that the same config gives the same weights, bit for bit, on any number of engines, environment workers and slots, even if
+    the run was killed and resumed. Settings that cannot keep the promise are refused."""
     run_dir: str | None = None
-    """Folder of the run; `runs/<name>-<time>` otherwise. One that already holds a run is refused."""
+    """Folder of the run. Default: `runs/<name>-<time>`. One that already holds a run is refused."""
     plugins: tuple[str, ...] = ()
     """Modules or files that register extensions, imported before the config is checked."""
     model: ModelConfig
     trainer: TrainerChoice = Field(default={"kind": "fsdp2"}, validate_default=True)
+    """Which training backend, and its options."""
     devices: Literal["auto"] | dict[Role, DeviceSpec] = "auto"
     """Which devices each role gets: `auto`, or for example `{actor_train: 0-3, actor_infer: 0-7, reward: cpu}`. A single number is
-    a device, `all` is every device; a role that is not named gets what `auto` would give it."""
+    one device, `all` is every device; a role that is not named gets what `auto` would give it."""
     parallel: dict[Role, ParallelConfig] = {}
-    """Parallel sizes by role."""
+    """By role: how its devices share the work on one model."""
     ray: RayConfig = RayConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     record: RecordConfig = RecordConfig()
@@ -906,7 +918,7 @@ class SftRunConfig(RunConfig):
     heldout: SourceConfig | None = None
     """Demonstrations whose loss is reported and never trained on."""
     teacher: TeacherConfig | None = None
-    """There exactly where something needs it: `sft.distill`."""
+    """Required if, and only if, there is a section `sft.distill`."""
 
     @model_validator(mode="after")
     def teacher_fits(self) -> SftRunConfig:
@@ -928,21 +940,23 @@ class RlConfig(RunConfig):
     pipeline: Literal["rl"]
     """Which pipeline runs."""
     max_steps: PositiveInt
-    """Steps of RL."""
+    """Number of RL steps."""
     data: DataConfig | None = None
     """Required, unless every domain has tasks of its own."""
     env: EnvChoice = Field(default={"kind": "single_turn"}, validate_default=True)
+    """Which environment, and its options."""
     rewards: tuple[RewardChoice, ...] = ()
-    """Summed with their weights. An environment that gives rewards itself needs none."""
+    """Which rewards, each with its options; they are summed by `weight`. An environment that gives rewards itself needs none."""
     reward_workers: PositiveInt = 1
-    """Processes that compute the rewards that are pooled; where these have devices, there are as many as devices."""
+    """Number of processes that compute pooled rewards. If they have devices, there is one for each device instead."""
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     critic: CriticConfig | None = None
-    """There exactly where an advantage needs values."""
+    """Required if, and only if, something needs its values, as the advantage `gae` does."""
     teacher: TeacherConfig | None = None
-    """There exactly where something needs it: the advantage `distill`, the loss `gkd`, `algo.distill`, `warmup.distill`."""
+    """Required if, and only if, something learns from it: the advantage `distill`, the loss `gkd`, `algo.distill`, `warmup.distill`."""
     engine: EngineChoice = Field(default={"kind": "native"}, validate_default=True)
+    """Which inference backend, and its options."""
     warmup: WarmupConfig | None = None
     eval: EvalConfig = EvalConfig()
     curriculum: CurriculumConfig | None = None
@@ -1121,3 +1135,7 @@ def _check_teacher(teacher: TeacherConfig | None, needy: Mapping[str, str], othe
             f"there is a section `teacher`, but nothing needs it: {otherwise}. Leave `teacher` out, or say what is learnt from it "
             f"(docs/distillation.md)"
         )
+
+
+PIPELINES: dict[str, type[RunConfig]] = {"rl": RlConfig, "sft": SftRunConfig, "preference": PreferenceRunConfig}
+"""The value of `pipeline` → the schema of the whole config."""

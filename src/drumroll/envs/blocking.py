@@ -58,7 +58,7 @@ class BlockingConfig(EnvConfig):
     num_processes: PositiveInt = 2
     """Child processes of each environment worker, with `runs_in: process`. Each makes one call at a time."""
     episodes_per_process: PositiveInt | None = None
-    """A child process that has had so many takes no more, ends when they are over, and is replaced: for environments that leak memory."""
+    """A child process that has had this many takes no more, ends when they are over, and is replaced: for environments that leak memory."""
     process_memory_mib: PositiveInt | None = None
     """Memory that a child process may have, in MiB. The call that asks for more fails, and the child is replaced."""
 

@@ -98,7 +98,7 @@ class BoardConfig(ActionConfig):
     prompt_end: str = "\n>"
     """Of plain text: what stands between the board and the reply."""
     max_moves: PositiveInt | None = None
-    """The game is lost after so many moves. An unknown action counts as one, and so does a reply without any."""
+    """The game is lost after this many moves. An unknown action counts as one, and so does a reply without any."""
     success_reward: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """For winning."""
     step_cost: NonNegativeFloat = 0.0

@@ -57,7 +57,7 @@ class FrozenLake(BoardGame[Lake]):
         """Start and goal of a random map are any two tiles. false: as in Gymnasium, the first and the last. There are few small maps of
         that kind: at size 4, two of three held-out seeds have a map that is also among those of 1,000 other seeds."""
         min_moves: PositiveInt = 1
-        """The goal of a random map is at least so many moves away; nearer ones are drawn again."""
+        """The goal of a random map is at least this many moves away; nearer ones are drawn again."""
         map: Literal["4x4", "8x8"] | None = None
         """One of Gymnasium's published maps, whatever the seed, in place of random ones."""
         slippery: bool = False

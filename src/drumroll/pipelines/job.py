@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -109,6 +109,11 @@ class PreferenceJob:
 
 Job = RlJob | SftJob | PreferenceJob
 
+UNSEEN_CLUSTER = (
+    "`ray.address` is set: the device map is checked when the run starts; `drumroll plan … --pool 4x8x80GiB` plans for such a cluster."
+)
+"""What `check` and `plan` say of a cluster that they do not join."""
+
 
 def prepare(cfg: RunConfig) -> Job:
     """Check all that can be known beforehand; raises a `UserError` that says what to put right."""
@@ -124,10 +129,8 @@ def prepare(cfg: RunConfig) -> Job:
         job = _prepare_preference(cfg)
     else:
         job = _prepare_sft(cast(SftRunConfig, cfg))
-    if cfg.ray.address is None:
-        plan = make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles)
-        job = replace(job, notes=_notes(cfg, plan))
-    return job
+    plan = make_plan(cfg, local_pool(cfg.ray.cpu_slots), job.roles) if cfg.ray.address is None else None
+    return replace(job, notes=tuple(_notes(cfg, plan)))
 
 
 def prepare_evaluation(cfg: RunConfig) -> EvalJob:
@@ -138,7 +141,7 @@ def prepare_evaluation(cfg: RunConfig) -> EvalJob:
     check_model(cfg.model)
     _check_parallel(cfg)
     _check_engine(cfg)
-    needs = {name: _needs(domain) for name, domain in cfg.mixture.items()}
+    needs = {name: _needs(domain, cfg) for name, domain in cfg.mixture.items()}
     heldout = _load(cfg, needs, "heldout", lambda data: data.heldout)
     if not any(heldout.values()):
         raise DataError("there are no held-out tasks to evaluate on. Name some: data.heldout.path=FILE")
@@ -150,13 +153,26 @@ def prepare_evaluation(cfg: RunConfig) -> EvalJob:
     return EvalJob(cfg, heldout, roles)
 
 
-def _notes(cfg: RunConfig, plan: Plan) -> tuple[str, ...]:
-    if isinstance(cfg, RlConfig) and cfg.rollout.max_staleness and plan.relation("actor_infer", "actor_train") == "colocated":
-        return (
+def _notes(cfg: RunConfig, plan: Plan | None) -> Iterator[str]:
+    """`plan` is None where the devices are not known yet."""
+    if plan is None:
+        yield UNSEEN_CLUSTER
+    if not isinstance(cfg, RlConfig):
+        return
+    if plan is not None and cfg.rollout.max_staleness and plan.relation("actor_infer", "actor_train") == "colocated":
+        yield (
             f"`rollout.max_staleness` is {cfg.rollout.max_staleness}, but engines and trainers share all their devices: they take turns "
-            f"there, and what carries over from step to step is unfinished samples alone. `devices` can keep them apart.",
+            f"there, and what carries over from step to step is unfinished samples alone. `devices` can keep them apart."
         )
-    return ()
+    room = _text_facts(cfg.model).get("max_position_embeddings")
+    for name, domain in cfg.mixture.items():
+        if isinstance(room, int) and domain.sampling.max_new_tokens > room:
+            where = "rollout.sampling" if name == ANY or cfg.domains[name].sampling.max_new_tokens is None else f"domains.{name}.sampling"
+            yield (
+                f"`{where}.max_new_tokens` is {domain.sampling.max_new_tokens}, but the model has positions for {room} tokens, prompt and "
+                f"reply together: longer replies are cut off there."
+            )
+            return
 
 
 def plan_for(cfg: RunConfig, pool: str | None = None) -> tuple[Plan, Pool]:
@@ -248,7 +264,7 @@ def _text_facts(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def _prepare_rl(cfg: RlConfig) -> RlJob:
-    needs = {name: _needs(domain) for name, domain in cfg.mixture.items()}
+    needs = {name: _needs(domain, cfg) for name, domain in cfg.mixture.items()}
     tasks = _load(cfg, needs, "train", lambda data: data.train)
     heldout = _load(cfg, needs, "heldout", lambda data: data.heldout)
     for name, domain in cfg.mixture.items():
@@ -356,22 +372,34 @@ def _load(
     return loaded
 
 
-def _needs(domain: Domain) -> Needs:
+def _needs(domain: Domain, cfg: RlConfig) -> Needs:
     env = REGISTRY.lookup("env", domain.env.kind).target
     if not (isinstance(env, type) and issubclass(env, Env | Agent)):
         raise ConfigError(
             f"`env.kind`: '{domain.env.kind}' is not an environment: a class that extends drumroll.envs.base.Env was expected."
         )
-    columns = [column for reward in domain.rewards for column in _columns(reward)]
+    columns: dict[str, str] = {}
+    for number, reward in enumerate(domain.rewards):
+        for option, column in _columns(reward).items():
+            columns.setdefault(column, _owner("rewards", f".{number}.{option}", domain.name, cfg))
     if domain.curriculum is not None and domain.curriculum.level_field is not None:
-        columns.append(domain.curriculum.level_field)
-    return Needs(tuple(columns), env.needs_prompt)
+        columns.setdefault(domain.curriculum.level_field, _owner("curriculum", ".level_field", domain.name, cfg))
+    return Needs(columns, env.needs_prompt)
 
 
-def _columns(reward: RewardConfig) -> list[str]:
-    """Dataset columns that a reward names in options called `field` or `…_field`."""
+def _owner(section: str, rest: str, name: str, cfg: RlConfig) -> str:
+    """Where the config says something that holds in a domain, as a message says it."""
+    if name not in cfg.domains:
+        return f"`{section}{rest}`"
+    if getattr(cfg.domains[name], section) is not None:
+        return f"`domains.{name}.{section}{rest}`"
+    return f"`{section}{rest}`, or give domain '{name}' its own `{section}`"
+
+
+def _columns(reward: RewardConfig) -> dict[str, str]:
+    """Dataset columns that a reward names, by its options called `field` or `…_field`."""
     options = reward.model_dump().items()
-    return [value for name, value in options if (name == "field" or name.endswith("_field")) and isinstance(value, str)]
+    return {name: value for name, value in options if (name == "field" or name.endswith("_field")) and isinstance(value, str)}
 
 
 def _check_tasks(domain: Domain, tasks: Sequence[Task]) -> None:

@@ -14,8 +14,11 @@ def exact_match(
 ) -> float:
     """1.0 when the last reply equals the task's answer, else 0.0.
 
-    `field` is the column of the answer. `extract` says what of the reply is compared (see `drumroll.rewards.extract`); all of it
-    unless told otherwise. `strip` ignores space around both, `ignore_case` the case of letters.
+    Options:
+        field: Column of the answer.
+        extract: Which part of the reply is compared (see `drumroll.rewards.extract`); `reply` is all of it.
+        strip: Ignore space around both.
+        ignore_case: Ignore the case of letters.
     """
     reply, answer = extract_answer(trajectory.last_reply, extract), str(trajectory.task.data[field])
     if reply is None:

@@ -43,7 +43,11 @@ def all_equal(group: Group) -> bool:
 
 @register.group_filter("reward_variance")
 def reward_variance(group: Group, *, min_variance: float = 1e-6) -> bool:
-    """Rejects a group whose rewards have a population variance below `min_variance`."""
+    """Rejects a group whose rewards have a population variance below `min_variance`.
+
+    Options:
+        min_variance: The smallest variance that is kept.
+    """
     rewards = _rewards(group)
     return not rewards or float(np.var(rewards)) < min_variance
 

@@ -167,7 +167,7 @@ def test_a_needed_column_is_checked_in_every_row(tmp_path):
     path = write_jsonl(tmp_path / "t.jsonl", [*ROWS, {"prompt": "x", "anwser": "1"}])
     source = SourceConfig(path=str(path))
     with pytest.raises(DataError, match=r"line 6: there is no column 'answer'. Did you mean 'anwser'\?"):
-        load_tasks(source, split_label="train", needs={ANY: Needs(("answer",))})
+        load_tasks(source, split_label="train", needs={ANY: Needs({"answer": "`rewards.0.field`"})})
 
 
 def test_bad_files_are_named(tmp_path, saved_dataset):
@@ -203,10 +203,10 @@ def test_environments_with_prompts_of_their_own_need_no_prompt_column(tmp_path):
 def test_each_domain_has_needs_of_its_own(tmp_path):
     rows = [{"domain": "sums", "prompt": "1+1=", "answer": "2"}, {"domain": "games", "seed": 3}]
     source = SourceConfig(path=str(write_jsonl(tmp_path / "t.jsonl", rows)))
-    needs = {"sums": Needs(("answer",)), "games": Needs(("seed",), prompt=False)}
+    needs = {"sums": Needs({"answer": "`answer_field`"}), "games": Needs({"seed": "`seed_field`"}, prompt=False)}
     assert [task.domain for task in load_tasks(source, split_label="train", needs=needs)] == ["sums", "games"]
-    with pytest.raises(DataError, match="line 2: there is no column 'level'"):
-        load_tasks(source, split_label="train", needs={**needs, "games": Needs(("level",), prompt=False)})
+    with pytest.raises(DataError, match=r"line 2: there is no column 'level'.* Name the right one by `level_field`\."):
+        load_tasks(source, split_label="train", needs={**needs, "games": Needs({"level": "`level_field`"}, prompt=False)})
     with pytest.raises(DataError, match=r"line 2: its domain is 'games'; sums or game was expected. Did you mean 'game'\?"):
         load_tasks(source, split_label="train", needs={"sums": Needs(), "game": Needs()})
 
@@ -254,7 +254,9 @@ def test_what_is_no_episode_is_named(tmp_path, row, message):
 
 
 def test_seeds_are_tasks_for_environments_that_make_their_own():
-    tasks = load_tasks(SourceConfig(seeds="7-9", domain="lake"), split_label="heldout", needs={ANY: Needs(("seed",), prompt=False)})
+    tasks = load_tasks(
+        SourceConfig(seeds="7-9", domain="lake"), split_label="heldout", needs={ANY: Needs({"seed": "`seed_field`"}, prompt=False)}
+    )
     assert [(task.id, task.data["seed"], task.prompt, task.domain) for task in tasks] == [
         (f"heldout-{seed}", seed, None, "lake") for seed in (7, 8, 9)
     ]

@@ -423,6 +423,7 @@ def test_a_signature_that_leaves_something_open_is_refused() -> None:
 def test_a_docstring_without_parameters() -> None:
     assert read_docstring("Does it.") == ("Does it.", {})
     assert read_docstring("") == ("", {})
+    assert read_docstring("Does it.\n\nOptions:\n    b: z\n\nArgs:\n    a: x") == ("Does it.", {"a": "x"})
     assert read_docstring("Does it.\n\nArgs:\n    a: x: y\n\nRaises:\n    b: z") == ("Does it.", {"a": "x: y"})
 
 

@@ -49,7 +49,7 @@ class Verifiers(Env):
         options: dict[str, Any] = {}
         """The rest of the section `env` of verifiers' own config, for example `{taskset: {level: hard}}`."""
         max_turns: PositiveInt | None = None
-        """The conversation ends after so many replies, and is scored as it stands. Not more than `rollout.max_turns`, which ends it
+        """The conversation ends after this many replies, and is scored as it stands. Not more than `rollout.max_turns`, which ends it
         without a score."""
         success_at: float = 1.0
         """The episode is a success when its reward is at least this much."""

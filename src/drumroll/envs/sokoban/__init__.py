@@ -47,7 +47,7 @@ class Sokoban(BoardGame[Level]):
         wall_density: Annotated[float, Field(ge=0.0, le=0.6)] = 0.15
         """Probability that a cell inside of the outer walls is a wall."""
         search_depth: PositiveInt = 30
-        """Levels are made by pulling boxes off their targets up to so many times: more of it makes longer solutions."""
+        """Levels are made by pulling boxes off their targets, at most this many times: more of it makes longer solutions."""
         min_pushes: PositiveInt = 2
         """No made level can be solved with fewer pushes."""
         levels: str | None = None

@@ -5,10 +5,13 @@
 
         Args:
             city: Its name in English.
+
+        Options:
+            table: File with the numbers.
         \"\"\"
 
-Ordinary parameters are the arguments that the model gives, keyword-only ones the options in the config. An `async def` runs in the event
-loop and must not block it; an ordinary function runs in a thread.
+Ordinary parameters are the arguments that the model gives, keyword-only ones the options in the config, of which it is not told. An
+`async def` runs in the event loop and must not block it; an ordinary function runs in a thread.
 """
 
 from __future__ import annotations
@@ -20,8 +23,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import takewhile
-from textwrap import dedent
 from typing import Annotated, Any, get_type_hints
 
 import typing_extensions
@@ -30,7 +31,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from drumroll.envs.tools.tool import Tool, ToolConfig, ToolError
 from drumroll.errors import PluginError
-from drumroll.registry import Entry
+from drumroll.registry import Entry, explained_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +102,9 @@ def _face(function: Callable[..., Any]) -> _Face:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The text before `Args:`, and what that section says of each parameter."""
-    head = re.search(r"^Args:[ \t]*\n", text, re.MULTILINE)
-    if head is None:
-        return text.strip(), {}
-    lines = takewhile(lambda line: not line.strip() or line[0] == " ", text[head.end() :].splitlines())
-    explained: dict[str, str] = {}
-    name = ""
-    for line in dedent("\n".join(lines)).splitlines():
-        entry = re.match(r"(\w+)(?: \([^)]*\))?:(.*)", line)
-        if entry:
-            name = entry[1]
-            explained[name] = entry[2].strip()
-        elif name and line.strip():
-            explained[name] = f"{explained[name]} {line.strip()}"
-    return text[: head.start()].strip(), explained
+    """The text before `Args:` and `Options:`, and what `Args:` says of each parameter. Options are no business of the model's."""
+    described = re.split(r"^(?:Args|Options):[ \t]*\n", text, maxsplit=1, flags=re.MULTILINE)[0]
+    return described.strip(), explained_names(text, "Args")
 
 
 def _without_titles(schema: Any, is_schema: bool = True) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from drumroll.envs.tools.shared import once_per_loop
 from drumroll.envs.tools.tool import ToolError
@@ -22,13 +21,17 @@ SHOWN_CHARS = 1000
 async def python(
     code: str,
     *,
-    wall_s: Annotated[PositiveFloat, Field(description="Seconds that a program may run.")] = 5.0,
-    memory_mib: Annotated[PositiveInt, Field(description="Memory of a program, in MiB.")] = 512,
+    wall_s: PositiveFloat = 5.0,
+    memory_mib: PositiveInt = 512,
 ) -> str:
     """Runs a Python program and returns what it prints. Nothing is kept between programs; there are no files and no network.
 
     Args:
         code: The program. Print what you want to see.
+
+    Options:
+        wall_s: Seconds that a program may run.
+        memory_mib: Memory of a program, in MiB.
     """
     sandbox, turns = workshop()
     async with turns:

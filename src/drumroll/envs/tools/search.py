@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from drumroll.errors import DataError
 from drumroll.registry import register, require
@@ -31,14 +31,19 @@ _one_at_a_time = Lock()
 async def search(
     query: str,
     *,
-    folder: Annotated[str, Field(description="Folder with .md and .txt files, at any depth; they are read once.")],
-    num_results: Annotated[PositiveInt, Field(description="Passages that are shown.")] = 3,
-    passage_chars: Annotated[PositiveInt, Field(description="Length of a passage, in characters.")] = 500,
+    folder: str,
+    num_results: PositiveInt = 3,
+    passage_chars: PositiveInt = 500,
 ) -> str:
     """Searches the documents for words and returns the best passages, each with the name of its file.
 
     Args:
         query: The words to look for.
+
+    Options:
+        folder: Folder with .md and .txt files, at any depth; they are read once.
+        num_results: Passages that are shown.
+        passage_chars: Length of a passage, in characters.
     """
     found = await asyncio.to_thread(lambda: _index(folder, passage_chars).find(query, num_results))
     return "\n\n".join(f"[{passage.file}]\n{passage.text}" for passage in found) or "nothing was found"
