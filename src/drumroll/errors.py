@@ -10,6 +10,8 @@
     │   └── RunFolderError         a run folder that already holds a run, or does not
     ├── WorkerError                an exception inside a worker, with role, rank, node and remote traceback
     │   ├── WorkerOverdue          no answer in time, from workers that are alive
+    │   ├── WorkerUnreachable      a line that broke; the worker at its other end may be well
+    │   ├── StateLost              what is learnt is lost with those who hold it, again and again
     │   ├── DeviceMemoryError      a device's memory was not enough: who, at which stage, for what, and the setting to change
     │   └── WorkerLost             the worker's process or node is gone
     │       ├── DeviceLost         its device is: nothing can be computed in that process any more
@@ -71,6 +73,14 @@ class WorkerError(DrumrollError):
 
 class WorkerOverdue(WorkerError):
     """Workers that gave no answer in time; the message says which, and what they do instead."""
+
+
+class WorkerUnreachable(WorkerError):
+    """A worker that was out of reach for a moment: nobody knows whether it has done what it was asked."""
+
+
+class StateLost(WorkerError):
+    """What is learnt is lost with the workers that hold it each time that the run goes on from where it was kept."""
 
 
 class WorkerLost(WorkerError):

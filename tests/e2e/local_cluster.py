@@ -16,7 +16,7 @@ import importlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 from unittest.mock import patch
@@ -110,11 +110,6 @@ class LocalRay:
         future: Future[Any] = Future()
         future.set_result(value)
         return LocalObject(future)
-
-    @staticmethod
-    def wait(objects: Sequence[LocalObject], timeout: float, fetch_local: bool) -> tuple[list[LocalObject], list[LocalObject]]:
-        done = wait([part.future() for part in objects], timeout, FIRST_COMPLETED).done
-        return [part for part in objects if part.future() in done], [part for part in objects if part.future() not in done]
 
     @staticmethod
     def kill(actor: LocalHandle) -> None:

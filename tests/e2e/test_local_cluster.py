@@ -41,7 +41,6 @@ def test_dispatch(echo: Cluster) -> None:
     assert echo.all("greet", "Ann", mark=".") == ["hi Ann. from 0", "hey Ann. from 1"]
     assert echo.shards("greet", ["Ann", "Bob"]) == ["hi Ann! from 0", "hey Bob! from 1"]
     assert echo.on(0, "relay", echo.handles[1], "Eve") == "hey Eve? from 1"
-    assert echo.least_loaded("nap", 0.0) == 0
     assert {echo.on(0, "thread") for _ in range(4)} == {"compute_0"}
 
 
@@ -57,8 +56,9 @@ def test_references(echo: Cluster) -> None:
     assert echo.on(1, "total", [one, [10]], more={"x": one}) == 16
     assert one.fetch() == [1, 2]
     parts = echo.refs(0, 2, "split", 2)
-    parts[0].wait()
     assert echo.shards("add", parts) == [[0, 0], [0, 1]]
+    kept = echo.kept("split", [1, 2])
+    assert [part.fetch() for part in kept] == [[[0, 0]], [[1, 0], [1, 1]]]
     (only,) = echo.refs(1, 1, "split", 1)
     assert asyncio.run(only.value()) == [1, 0]
 

@@ -423,7 +423,7 @@ def test_a_supervised_run_whose_process_is_killed_goes_on_by_itself_as_if_it_had
         os.kill(int(run.lock_file.read_text()), signal.SIGKILL)
         _, said = supervisor.communicate(timeout=150)
     assert supervisor.returncode == 0, said
-    assert "was ended by SIGKILL. It is resumed in 1 s." in said
+    assert "was ended by SIGKILL. It goes on in 1 s." in said
     assert len(read_lines(run.incarnations_file)) == 2
     assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(1, 41))
     assert weights(run) == weights(undisturbed)

@@ -37,11 +37,14 @@ from sabotage import Outcome, Scene, at_random, sabotaged
 from drumroll.config.load import merge
 from drumroll.record.files import read_lines
 from drumroll.record.report import read_summary
+from drumroll.record.store import Filter, Reader
 
 from tiny import tiny_tree, write_rows  # isort: skip
 
 GROUPS, GROUP_SIZE = 16, 8
 MOODS = ("idle", "generating", "syncing", "starting")
+VERDICTS = {"positions", "sometimes_hangs"}
+"""Rewards of the run with moody environments; the second counts nothing."""
 PHASES = {"idle": "update", "generating": "rollout", "syncing": "sync"}
 
 
@@ -167,9 +170,9 @@ def poison(folder: Path, minutes: float) -> dict[str, Any]:
     outcome = sabotaged(tree(folder, **changes, data={"train": {"path": str(path)}}), nobody)
     outcome.check_samples(GROUPS, GROUP_SIZE)
     named = set(read_summary(outcome.run)["quarantined"])
-    attempts = [line["attempts"] for line in outcome.incidents if line["kind"] == "quarantined"]
     expected = {f"train-{number}" for number in poisoned}
-    return {"named": sorted(named), "attempts": attempts, "holds": named == expected and max(attempts) <= 2}
+    attempts = outcome.most_leases(expected)
+    return {"named": sorted(named), "attempts": attempts, "holds": named == expected and attempts <= 2}
 
 
 def node(folder: Path, minutes: float) -> dict[str, Any]:
@@ -204,8 +207,10 @@ def trained_samples(outcome: Outcome) -> float:
 
 
 def no_leak(outcome: Outcome) -> bool:
-    """Whether all that was trained on had a verdict."""
-    return all(line["rollout/no_verdict_ratio"] == 0.0 for line in read_lines(outcome.run.metrics_file) if "weights" in line)
+    """Whether all that was trained on had a verdict of every reward, and no other reward than these give."""
+    with Reader(outcome.run.store) as reader:
+        rows = reader.query(Filter(phase="train", state="consumed"))
+    return bool(rows) and all(set(row.reward_parts) == VERDICTS and row.reward == row.reward_parts["positions"] for row in rows)
 
 
 def _spin() -> None:

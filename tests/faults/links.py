@@ -31,9 +31,9 @@ class Line:
         self._is_open.set()
         self._delay_s = 0.0
 
-    async def call(self, method: str, num_returns: int | None, template: Any, *values: Any) -> Any:
+    async def call(self, method: str, returns: Any, template: Any, *values: Any) -> Any:
         await self._pass()
-        answer = await self._host.call.remote(method, num_returns, template, *values)
+        answer = await self._host.call.remote(method, returns, template, *values)
         await self._pass()
         return answer
 
@@ -75,10 +75,8 @@ def cut_links() -> Iterator[Links]:
     """Environment workers of runs that are started inside of the block reach their engines through lines."""
     links = Links()
 
-    def connect(servers: Servers, *ranks: int) -> None:
-        for rank in ranks:
-            engines = tuple(links.through(handle) for handle in servers._engines.handles)
-            servers._environments.on(rank, "connect", engines, ())
+    def relayed(servers: Servers) -> tuple[tuple[Handle, ...], tuple[Handle, ...]]:
+        return tuple(links.through(handle) for handle in servers._engines.handles), ()
 
-    with patch.object(Servers, "_connect", connect):
+    with patch.object(Servers, "_those_who_answer", property(relayed)):
         yield links

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from drumroll.cluster.host import HostInfo
 from drumroll.cluster.session import Session
 from drumroll.config.load import check_config
+from drumroll.life import unpack_life
 from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.start import start
 from drumroll.record.files import read_lines
@@ -146,6 +147,12 @@ class Outcome:
         ]
         assert found, f"{blow}: nothing of {kinds} followed"
         return min(found)
+
+    def most_leases(self, task_ids: Collection[str]) -> int:
+        """How often that sample of these tasks was leased which was leased most often."""
+        with Reader(self.run.store) as reader:
+            rows = [row for row in reader.query(Filter(phase="train")) if row.task_id in task_ids]
+        return max(sum(stamp.state == "leased" for stamp in unpack_life(row.life)) for row in rows)
 
     def check_samples(self, groups_per_step: int, group_size: int) -> None:
         """Every step trained on its full number of samples, and no sample was trained on twice, or left without a word."""

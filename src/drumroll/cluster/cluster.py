@@ -3,10 +3,9 @@
     trainers = Cluster.launch(session, plan.workers("actor_train"), "drumroll.workers.train:TrainWorker", kwargs={...})
     trainers.all("train", loss)                       # every rank, results by rank
     trainers.shards("train", [shard0, shard1])        # one element for each rank
-    engines.least_loaded("score", block)              # the worker with the fewest calls under way
     await engines.call(3, "poll", 1.0)                # from an event loop
-    block = envs.ref(0, "collect")                    # a Ref: the result stays in the object store ...
-    trainers.all("train", block)                      # ... and arrives there as the value itself
+    scores = reference.kept("score", [shard0, shard1])  # a Ref for each rank: results stay in the object store ...
+    trainers.all("train", scores)                     # ... and arrive there as the values themselves
 
 Every call has a deadline. A `Handle` is one worker's address; it can be sent to other workers, which call it directly.
 """
@@ -20,11 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
 from ray.exceptions import (
+    ActorUnavailableError,
     ActorUnschedulableError,
     LocalRayletDiedError,
     NodeDiedError,
@@ -37,9 +38,9 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drumroll.cluster.host import Host, HostInfo, Slot, Whereabouts, seat
+from drumroll.cluster.host import KEPT, Host, HostInfo, Returns, Slot, Whereabouts, seat
 from drumroll.cluster.session import Session
-from drumroll.errors import DeviceMemoryError, DrumrollError, UserError, WorkerError, WorkerLost, WorkerOverdue
+from drumroll.errors import DeviceMemoryError, DrumrollError, UserError, WorkerError, WorkerLost, WorkerOverdue, WorkerUnreachable
 from drumroll.luggage import Luggage
 from drumroll.plan import Placement
 from drumroll.types import RankInfo
@@ -62,20 +63,18 @@ class Ref:
     object: Any
     where: str
     method: str
+    deadline_s: float = DEADLINE_S
 
-    def fetch(self, deadline_s: float = DEADLINE_S) -> Any:
+    def fetch(self, deadline_s: float | None = None) -> Any:
         """Bring the value here; for small results."""
-        return collect([_translate(self.object.future(), self.where, self.method)], [self.where], self.method, deadline_s)[0]
+        return collect([self._arriving()], [self.where], self.method, deadline_s or self.deadline_s)[0]
 
-    async def value(self, deadline_s: float = DEADLINE_S) -> Any:
+    async def value(self) -> Any:
         """`fetch`, awaited."""
-        return await _within(_translate(self.object.future(), self.where, self.method), self.where, self.method, deadline_s)
+        return await _within(self._arriving(), self.where, self.method, self.deadline_s)
 
-    def wait(self, deadline_s: float = DEADLINE_S) -> None:
-        """Until the value is there; it stays where it is. A failure shows where the `Ref` is used."""
-        ready, _ = ray.wait([self.object], timeout=deadline_s, fetch_local=False)
-        if not ready:
-            raise _overdue([self.where], self.method, deadline_s)
+    def _arriving(self) -> Future[Any]:
+        return _translate(self.object.future(), self.where, self.method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +104,17 @@ class Handle:
 
     def ref(self, method: str, *args: Any, **kwargs: Any) -> Ref:
         """Start a call whose result stays in the object store. Its failure shows where the `Ref` is used."""
-        return Ref(self._objects(method, args, kwargs, 1), self.where, method)
+        return self._ref(self._objects(method, args, kwargs, 1), method)
 
     def refs(self, num_returns: int, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
         """As `ref`, for a method that returns a list of `num_returns` values: one `Ref` for each."""
-        objects = self._objects(method, args, kwargs, num_returns, unpack=True)
-        return [Ref(part, self.where, method) for part in (objects if num_returns > 1 else [objects])]
+        objects = self._objects(method, args, kwargs, num_returns, returns=num_returns)
+        return [self._ref(part, method) for part in (objects if num_returns > 1 else [objects])]
+
+    def kept(self, method: str, *args: Any, **kwargs: Any) -> tuple[Future[Any], Ref]:
+        """As `ref`, with something that ends when the result is there, and fails when there will be none."""
+        done, result = self._objects(method, args, kwargs, 2, returns=KEPT)
+        return _translate(done.future(), self.where, method), self._ref(result, method)
 
     async def ping(self, deadline_s: float = 10.0) -> float:
         """The worker's clock; answered also while it computes."""
@@ -125,10 +129,15 @@ class Handle:
         """End the worker; whoever waits for an answer of it hears at once that it is lost."""
         ray.kill(self.actor)
 
-    def _objects(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_returns: int, *, unpack: bool = False) -> Any:
+    def _ref(self, part: Any, method: str) -> Ref:
+        return Ref(part, self.where, method, self.deadline_s)
+
+    def _objects(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_objects: int, *, returns: Returns | None = None
+    ) -> Any:
         objects: list[Any] = []
         template = _slots((args, dict(kwargs)), objects)
-        return self.actor.call.options(num_returns=num_returns).remote(method, num_returns if unpack else None, template, *objects)
+        return self.actor.call.options(num_returns=num_objects).remote(method, returns, template, *objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +214,6 @@ class Cluster:
         self.handles = tuple(handles)
         self.deadline_s = deadline_s
         self._recipe = recipe
-        self._outstanding = [0] * len(self.handles)
         self._lock = threading.Lock()
 
     @classmethod
@@ -240,18 +248,19 @@ class Cluster:
         self._rearrange(range(self.world))
 
     def _rearrange(self, ranks: Sequence[int]) -> None:
+        """Any thread may be at it, for other ranks than those of other threads."""
         assert self._recipe is not None, "only what was launched can be launched again"
-        session, placements = self._recipe.session, list(self._recipe.placements)
+        session = self._recipe.session
         with session.launch():
             for rank in ranks:
                 ray.kill(self.handles[rank].actor)
-            for rank in ranks:
-                placements[rank] = session.relocate(placements[rank])
-            self._recipe = replace(self._recipe, placements=tuple(placements))
-            fresh = dict(zip(ranks, self._recipe.bring_up(ranks), strict=True))
+            moved = {rank: session.relocate(self._recipe.placements[rank]) for rank in ranks}
+            with self._lock:
+                placements = tuple(moved.get(rank, placement) for rank, placement in enumerate(self._recipe.placements))
+                self._recipe = recipe = replace(self._recipe, placements=placements)
+            fresh = dict(zip(ranks, recipe.bring_up(ranks), strict=True))
         with self._lock:
             self.handles = tuple(fresh.get(rank, handle) for rank, handle in enumerate(self.handles))
-            self._outstanding = [0 if rank in fresh else count for rank, count in enumerate(self._outstanding)]
 
     def lost(self, deadline_s: float) -> dict[int, WorkerError]:
         """Ranks that are gone, or that do not answer a ping in time, and what is known of each."""
@@ -272,11 +281,6 @@ class Cluster:
     def world(self) -> int:
         return len(self.handles)
 
-    @property
-    def outstanding(self) -> tuple[int, ...]:
-        """Calls under way, by rank."""
-        return tuple(self._outstanding)
-
     # Blocking dispatch, for the controller's loop.
 
     def all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
@@ -285,34 +289,31 @@ class Cluster:
 
     def shards(self, method: str, shards: Sequence[Any], *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call on every rank with its own element of `shards` as the first argument; results by rank."""
-        if len(shards) != self.world:
-            raise ValueError(f"{self.role}.{method}: got {len(shards)} shards for {self.world} ranks")
-        return self._collect([self.submit(rank, method, part, *args, **kwargs) for rank, part in enumerate(shards)], method, deadline_s)
+        calls = [self.submit(rank, method, part, *args, **kwargs) for rank, part in enumerate(self._checked(method, shards))]
+        return self._collect(calls, method, deadline_s)
 
     def on(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call on one rank."""
-        calls, where = [self.submit(rank, method, *args, **kwargs)], [self.handles[rank].where]
-        return collect(calls, where, method, deadline_s or self.deadline_s, tell=lambda _: self._tell_culprits([rank]))[0]
+        return self._answer(rank, self.submit(rank, method, *args, **kwargs), method, deadline_s or self.deadline_s)
 
-    def least_loaded(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """Call on the rank with the fewest calls under way, the lowest of those."""
-        rank, future = self._submit_least_loaded(method, args, kwargs)
-        return collect([future], [self.handles[rank].where], method, deadline_s or self.deadline_s)[0]
+    def some(self, ranks: Sequence[int], method: str, *args: Any) -> None:
+        """Have these ranks do something, and wait until they have. One that is lost needs not."""
+        for rank, call in [(rank, self.submit(rank, method, *args)) for rank in ranks]:
+            with suppress(WorkerLost):
+                self._answer(rank, call, method, self.deadline_s)
+
+    def kept(self, method: str, shards: Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> list[Ref]:
+        """As `shards`, or without them as `all`, for results that stay in the object store; they are there when this returns."""
+        arguments = [()] * self.world if shards is None else [(shard,) for shard in self._checked(method, shards)]
+        calls = [handle.kept(method, *own, *args, **kwargs) for handle, own in zip(self.handles, arguments, strict=True)]
+        self._collect([done for done, _ in calls], method, None)
+        return [ref for _, ref in calls]
 
     # The same from an event loop.
 
     async def call(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """`on`, awaited."""
         return await _within(self.submit(rank, method, *args, **kwargs), self.handles[rank].where, method, deadline_s or self.deadline_s)
-
-    async def call_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """`all`, awaited."""
-        return await asyncio.gather(*(self.call(rank, method, *args, deadline_s=deadline_s, **kwargs) for rank in range(self.world)))
-
-    async def call_least_loaded(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """`least_loaded`, awaited."""
-        rank, future = self._submit_least_loaded(method, args, kwargs)
-        return await _within(future, self.handles[rank].where, method, deadline_s or self.deadline_s)
 
     # By reference: nothing of the result comes here.
 
@@ -325,36 +326,24 @@ class Cluster:
         return self.handles[rank].refs(num_returns, method, *args, **kwargs)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start a call on one rank and count it as outstanding until it ends."""
-        with self._lock:
-            self._outstanding[rank] += 1
-        return self._submit_counted(rank, method, args, kwargs)
+        """Start a call on one rank."""
+        return self.handles[rank].submit(method, *args, **kwargs)
 
-    def _submit_least_loaded(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Future[Any]]:
-        with self._lock:
-            rank = min(range(self.world), key=lambda rank: (self._outstanding[rank], rank))
-            self._outstanding[rank] += 1
-        return rank, self._submit_counted(rank, method, args, kwargs)
+    def _checked(self, method: str, shards: Sequence[Any]) -> Sequence[Any]:
+        if len(shards) != self.world:
+            raise ValueError(f"{self.role}.{method}: got {len(shards)} shards for {self.world} ranks")
+        return shards
 
-    def _submit_counted(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Future[Any]:
-        def ended(_: Future[Any] | None) -> None:
-            with self._lock:
-                self._outstanding[rank] = max(0, self._outstanding[rank] - 1)  # calls of one that was replaced count no longer
-
-        try:
-            future = self.handles[rank].submit(method, *args, **kwargs)
-        except BaseException:
-            ended(None)
-            raise
-        future.add_done_callback(ended)
-        return future
+    def _answer(self, rank: int, call: Future[Any], method: str, deadline_s: float) -> Any:
+        return collect([call], [self.handles[rank].where], method, deadline_s, tell=lambda _: self._tell([rank]))[0]
 
     def _collect(self, futures: Sequence[Future[Any]], method: str, deadline_s: float | None) -> list[Any]:
         names = [handle.where for handle in self.handles]
-        return collect(futures, names, method, deadline_s or self.deadline_s, tell=self._tell_culprits)
+        return collect(futures, names, method, deadline_s or self.deadline_s, tell=self._tell)
 
-    def _tell_culprits(self, ranks: Sequence[int]) -> str:
-        """What each of these does instead of answering: in a collective, all wait for the one that does not."""
+    def _tell(self, ranks: Sequence[int]) -> str:
+        """What each of these does instead of answering, a line each. In a collective all wait for the one that does not, which comes
+        first."""
         asked = [self.handles[rank] for rank in ranks]
         answers = [_translate(handle.actor.whereabouts.remote().future(), handle.where, "whereabouts") for handle in asked]
         concurrent.futures.wait(answers, timeout=WHEREABOUTS_S)
@@ -384,16 +373,19 @@ def collect(
     tell: Callable[[Sequence[int]], str] | None = None,
 ) -> list[Any]:
     """The results in order. Raises the most telling of the first failures, or names the workers that gave no answer in time, with what
-    `tell` knows of them by number."""
+    `tell` knows of them by number. A rank that has waited in vain for others in a collective is an answer that names those too."""
     done, pending = concurrent.futures.wait(futures, timeout=max(0.0, deadline_s), return_when=concurrent.futures.FIRST_EXCEPTION)
     failed = any(future.exception() for future in done)
     if failed and pending:
         done, pending = concurrent.futures.wait(futures, timeout=FAILURE_GRACE_S)
     errors = [error for future in futures if future.done() and (error := future.exception())]
+    silent = [number for number, future in enumerate(futures) if future in pending]
     if errors:
-        raise min(errors, key=lambda error: [not isinstance(error, kind) for kind in (DeviceMemoryError, WorkerLost, UserError)])
-    if pending:
-        silent = [number for number, future in enumerate(futures) if future in pending]
+        error = min(errors, key=lambda error: [not isinstance(error, kind) for kind in (DeviceMemoryError, WorkerLost, UserError)])
+        if isinstance(error, WorkerOverdue) and silent and tell:
+            raise WorkerOverdue(f"{error}\nThose who have not arrived:{tell(silent)}") from error
+        raise error
+    if silent:
         raise _overdue([names[number] for number in silent], method, deadline_s, hint or (tell(silent) if tell else ""))
     return [future.result() for future in futures]
 
@@ -435,6 +427,10 @@ def _as_ours(error: BaseException, where: str, method: str) -> BaseException:
         return WorkerLost(
             f"{where}: killed while {method}() was under way, because its machine ran out of memory. {state}. Free some, or lower what the "
             f"run needs (`drumroll plan`)."
+        )
+    if isinstance(error, ActorUnavailableError):
+        return WorkerUnreachable(
+            f"{where}: out of reach while {method}() was under way; whether it was done is not known. {_reason(error)}"
         )
     if isinstance(error, RayActorError | ActorUnschedulableError | NodeDiedError | LocalRayletDiedError | WorkerCrashedError):
         return WorkerLost(f"{where}: gone while {method}() was under way. {_reason(error)}")

@@ -13,12 +13,11 @@ what it holds: the worker's class comes as `package.module:Class`.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib
 import inspect
 import os
+import re
 import socket
-import struct
 import sys
 import threading
 import time
@@ -26,21 +25,27 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import ray
 
 from drumroll.backends.exhaustion import device_error
-from drumroll.errors import DeviceMemoryError, DrumrollError, WorkerError, WorkerLost
+from drumroll.backends.network import interface_of
+from drumroll.errors import DeviceMemoryError, DrumrollError, WorkerError, WorkerLost, WorkerOverdue
 from drumroll.imports import begin_importing, have_imported
 from drumroll.luggage import Luggage
 from drumroll.types import RankInfo
 
-SIOCGIFADDR = 0x8915
-"""The `ioctl` that asks a network interface for its IPv4 address."""
-
 DISTRIBUTED = os.path.join("torch", "distributed", "")
 """Where a thread is that waits for other ranks."""
+
+IN_VAIN = re.compile(r"Timed out (waiting|after) \d+ ?ms|collective operation timeout", re.IGNORECASE)
+"""What gloo and NCCL say of a collective that somebody has not joined in time."""
+
+KEPT: Literal["kept"] = "kept"
+Returns = int | Literal["kept"]
+"""What a call returns in place of its result: the elements of a list of so many, or that it is done and the result, each as an object of
+its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,8 @@ def wrap_error(error: Exception, where: str, method: str, role: str = "", rank: 
         return found
     if isinstance(error, WorkerError):
         return error
+    if isinstance(error, RuntimeError) and IN_VAIN.search(str(error)):
+        return WorkerOverdue(f"{where}: has waited for other ranks in {method}(), in vain: {error}")
     if isinstance(error, DrumrollError):
         try:
             return type(error)(f"{error} ({where}, {method})")
@@ -121,19 +128,6 @@ def free_port(address: str) -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where none says so."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
 
 
 class Host:
@@ -203,21 +197,21 @@ class Host:
         self._worker = await self._run(target, build)
         have_imported()
 
-    async def call(self, method: str, num_returns: int | None, template: tuple[Iterable[Any], Mapping[str, Any]], *values: Any) -> Any:
-        """Run a method of the worker; `values` are the by-reference arguments, which Ray has fetched.
-
-        With `num_returns` the method's result is a list whose elements become separate objects."""
+    async def call(self, method: str, returns: Returns | None, template: tuple[Iterable[Any], Mapping[str, Any]], *values: Any) -> Any:
+        """Run a method of the worker; `values` are the by-reference arguments, which Ray has fetched. `returns`: as several objects."""
         args, kwargs = fill(template, values)
         function = getattr(self._worker, method, None)
         if not callable(function):
             self._raise(AttributeError(f"{type(self._worker).__qualname__} has no method '{method}'"), method)
         result = await self._run(method, function, *args, **kwargs)
-        if num_returns is None:
+        if returns is None:
             return result
-        if not isinstance(result, list | tuple) or len(result) != num_returns:
+        if returns == KEPT:
+            return None, result
+        if not isinstance(result, list | tuple) or len(result) != returns:
             got = f"{len(result)} values" if isinstance(result, list | tuple) else type(result).__name__
-            self._raise(ValueError(f"it was to return a list of {num_returns} values and returned {got}"), method)
-        return result if num_returns > 1 else result[0]
+            self._raise(ValueError(f"it was to return a list of {returns} values and returned {got}"), method)
+        return result if returns > 1 else result[0]
 
     async def _run(self, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def compute() -> Any:

@@ -40,6 +40,7 @@ from drumroll.cluster.host import HostInfo, seat
 from drumroll.config.models import RayConfig
 from drumroll.errors import NodeLost, UserError, WorkerError, WorkerLost
 from drumroll.plan import Node, Placement, Pool, local_pool
+from drumroll.plan.pool import host_gib
 
 LOCAL = "local"
 """What `local_pool` calls this machine."""
@@ -60,6 +61,9 @@ CPU_ENVIRONMENT = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
 }
 
+SPARE_GIB = 2.0
+"""Memory of a machine that must be left, or Ray ends a worker before the kernel ends anything. Ray's own share of it would be several times
+as much on a large one."""
 CONNECT_S = 5.0
 STOP_S = 3.0
 """How long the workers of a private Ray may take to end by themselves; the guardian kills those that do not."""
@@ -143,6 +147,7 @@ class Session:
                 _system_config={
                     "prestart_worker_first_driver": False,  # every worker has its own environment
                     "worker_niceness": 0,  # Ray's own choice would have them starve beside whatever else the machine does
+                    "memory_usage_threshold": max(0.95, 1 - SPARE_GIB / host_gib()),
                 },
             )
 

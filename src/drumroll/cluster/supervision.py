@@ -129,7 +129,6 @@ class Supervisor:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="supervisor", daemon=True)
         self._launches = ThreadPoolExecutor(MAX_LAUNCHES, thread_name_prefix="replacing")
-        self._wards: list[Ward] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._is_over = False
 
@@ -183,7 +182,6 @@ class Supervisor:
                 )
             )
         ward = Ward(cluster, tuple(checks), out, back, lost, Budget(self._config))
-        self._wards.append(ward)
         for rank in range(cluster.world):
             self._watch(ward, rank)
         return ward

@@ -177,7 +177,7 @@ class ReceivesWeights:
 
     async def take_peak_bytes(self) -> int:
         """The most GPU memory that this engine had in use since the last time."""
-        return self.backend.take_peak_bytes()
+        return await self.backend.take_peak_bytes()
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -202,7 +202,7 @@ class _TakesWeights(Protocol):
 
     async def pause(self) -> None: ...
 
-    def take_peak_bytes(self) -> int: ...
+    async def take_peak_bytes(self) -> int: ...
 
 
 class _Group:

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from drumroll.cluster.cluster import DEADLINE_S, Cluster, Handle, Ref
+from drumroll.cluster.cluster import Cluster, Handle, Ref
 from drumroll.cluster.peaks import Peaks
 from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import LOCAL, Session
@@ -33,7 +33,7 @@ from drumroll.life import Departure, Span
 from drumroll.models.prepare import prepare_model, resolve_dtype, resolve_model
 from drumroll.pipelines.job import EvalJob, PreferenceJob, RlJob, SftJob
 from drumroll.pipelines.learners import Learners
-from drumroll.pipelines.servers import Servers, leaving, tell
+from drumroll.pipelines.servers import Servers, leaving
 from drumroll.plan import Placement, Plan, Stage, make_plan
 from drumroll.plan.placement import Helper
 from drumroll.record.folder import RunFolder
@@ -79,6 +79,8 @@ class _Writing:
 
     method: str
     args: tuple[Any, ...]
+    blocks: tuple[Any, ...]
+    """Of trajectories, which follow the other arguments."""
     result: Ref
 
 
@@ -247,13 +249,13 @@ class Fleet:
             self.export(self._folder.reference_model)
 
     def start_reference(self, cfg: RlConfig) -> None:
-        """Start reference and critic, where there are such, from the weights that RL began with; the critic goes on from the checkpoint
-        that the trainers are at, if it has a state there."""
+        """Start reference and critic, where there are to be such and are none yet, from the weights that RL began with; the critic goes on
+        from the checkpoint that the trainers are at, if it has a state there."""
         begun_with = self._folder.reference_model if cfg.warmup else self._model_folder
         launches: dict[str, Callable[[], Cluster]] = {}
-        if self._plan.workers("reference"):
+        if self._plan.workers("reference") and self.reference is None:
             launches["reference"] = lambda: self._trainers("reference", begun_with)
-        if cfg.critic is not None:
+        if cfg.critic is not None and self.critic is None:
             options: dict[str, Any] = {"head": "scalar", "value_clip": cfg.critic.value_clip}
             folder = begun_with
             if cfg.critic.path is not None:
@@ -262,10 +264,10 @@ class Fleet:
         if launches:
             self._start_together(**launches)
         if self.critic is not None:
-            self.critic.all("begin", self._critic_schedule())
+            critic, schedule = self.critic, self._critic_schedule()
+            self._learners.redone(lambda: critic.all("begin", schedule), changes=True)
             if self._critic_state is not None:
                 self._load_critic(self._critic_state)
-            self._learners.remember()
 
     # The verbs of a step.
 
@@ -292,10 +294,11 @@ class Fleet:
     def roll_out(self, requests: Sequence[GroupRequest], version: Version) -> Rollout:
         """Run exactly these groups to their ends on the engines' current weights. Those that fail are missing, if they are not too many."""
         stream = self._rollouts.open(ListSource(requests), _every_group(len(requests)))
-        with self._arbiter.grant("actor_infer"):
-            rollout = self._rollouts.take(stream, len(requests), version.step)
-        self._rollouts.close(stream)
-        return rollout
+        try:
+            with self._arbiter.grant("actor_infer"):
+                return self._rollouts.take(stream, len(requests), version.step)
+        finally:
+            self._rollouts.close(stream)
 
     def assemble(self, step: int, rollout: Rollout, carried: Metrics) -> StepBatch:
         """Pack, score and weigh the step's samples; tokens go from worker to worker and never come here. `carried` is what the algorithm
@@ -429,7 +432,7 @@ class Fleet:
     def record(self, phase: str, step: int, rollout: Rollout) -> None:
         """Write every sample that has left into the store, while other work goes on."""
         if rollout.departures:
-            self._write("add", phase, step, rollout.departures, *rollout.departed_blocks)
+            self._write("add", phase, step, rollout.departures, blocks=rollout.departed_blocks)
 
     def record_spans(self, spans: Sequence[Span]) -> None:
         """Write what the controller and the trainers did when, for the timeline."""
@@ -489,15 +492,24 @@ class Fleet:
 
     def load_trainers(self, folder: Path) -> None:
         """Take the trainers alone to a state that `save` wrote."""
-        with self._arbiter.grant("actor_train"):
-            self.trainers.all("load", str(folder / TRAINER))
-        self._learners.remember()
+        self._load("actor_train", self.trainers, folder / TRAINER)
 
     def _load_critic(self, state: Path) -> None:
         assert self.critic is not None
-        with self._arbiter.grant("critic"):
-            self.critic.all("load", str(state))
-        self._learners.remember()
+        self._load("critic", self.critic, state)
+
+    def _load(self, role: Role, cluster: Cluster, state: Path) -> None:
+        def load() -> None:
+            with self._arbiter.grant(role):
+                cluster.all("load", str(state))
+
+        self._learners.redone(load, changes=True)
+
+    def begin_again(self, loss: WorkerLost) -> None:
+        """Take those who learn back to the weights that the run began with."""
+        self._learners.forget()
+        for cluster in self._learners.learning.values():
+            self._learners.start_anew(cluster, loss)
 
     def mark(self) -> Ref | None:
         """How far the trajectory store will have grown when all that was recorded so far, and nothing else, is written."""
@@ -506,17 +518,24 @@ class Fleet:
     def supersede(self, mark: int) -> None:
         """Trajectories that were stored after `mark` no longer belong to the run."""
         if isinstance(self._cfg, RlConfig):
-            self.recorder.on(0, "supersede", mark)
+            self._write("supersede", mark)
 
-    def finish(self, deadline_s: float = DEADLINE_S) -> None:
-        """End all rollouts, wait for everything that is still being written, then close the store."""
+    def finish(self) -> None:
+        """End all rollouts, write everything that is still to be written, and close the store."""
+        self._close_store()
         self._supervisor.stop()
+
+    def abandon(self) -> None:
+        """The same after a failure: nobody is replaced any more, and nobody waited for."""
+        self._supervisor.stop()
+        self._close_store(FAILED_FINISH_S)
+
+    def _close_store(self, deadline_s: float | None = None) -> None:
         if isinstance(self._cfg, RlConfig):
             self._record_leftovers(self._rollouts.stop())
+            self._write("close")
         while self._unwritten:
             self._await_writing(deadline_s)
-        if isinstance(self._cfg, RlConfig):
-            self.recorder.all("close", deadline_s=deadline_s)
 
     def _record_leftovers(self, rollout: Rollout) -> None:
         """Samples that belong to no step any more, by the phase that their names begin with."""
@@ -524,30 +543,33 @@ class Fleet:
         for departure in rollout.departures:
             by_phase.setdefault(departure.sample_id.partition("/")[0], []).append(departure)
         for phase, departures in by_phase.items():
-            self._write("add", phase, -1, departures, *rollout.departed_blocks)
+            self._write("add", phase, -1, departures, blocks=rollout.departed_blocks)
 
-    def _write(self, method: str, *args: Any) -> Ref:
+    def _write(self, method: str, *args: Any, blocks: tuple[Any, ...] = ()) -> Ref:
         """The recorder's next call, after all before it. At most a few are under way, so that one that fails is soon noticed."""
-        self._begin_writing(method, args)
+        self._begin_writing(method, args, blocks)
         if len(self._unwritten) > MAX_UNWRITTEN:
             self._await_writing()
         return self._unwritten[-1].result
 
-    def _begin_writing(self, method: str, args: tuple[Any, ...]) -> None:
+    def _begin_writing(self, method: str, args: tuple[Any, ...], blocks: tuple[Any, ...]) -> None:
         after = self._unwritten[-1].result if self._unwritten else None
-        self._unwritten.append(_Writing(method, args, self.recorder.ref(0, method, after, *args)))
+        self._unwritten.append(_Writing(method, args, blocks, self.recorder.ref(0, method, after, *args, *blocks)))
 
-    def _await_writing(self, deadline_s: float = DEADLINE_S) -> None:
+    def _await_writing(self, deadline_s: float | None = None) -> None:
         """Wait for the oldest call. A recorder that is lost is replaced and does anew what it left undone: rows that it wrote already are
-        written over by the same."""
+        written over by the same. Of blocks that are lost with their node, the samples' rows are written alone."""
         try:
             self._unwritten[0].result.fetch(deadline_s)
             self._unwritten.popleft()
         except WorkerLost as error:
-            self._learners.start_anew(self.recorder, error)
             undone, self._unwritten = list(self._unwritten), deque()
+            if undone[0].blocks and not self.recorder.lost(self._cfg.supervision.silence_s):
+                undone[0] = replace(undone[0], blocks=())
+            else:
+                self._learners.start_anew(self.recorder, error)
             for writing in undone:
-                self._begin_writing(writing.method, writing.args)
+                self._begin_writing(writing.method, writing.args, writing.blocks)
 
     # How each cluster is made.
 
@@ -580,8 +602,8 @@ class Fleet:
                     cluster.all("to", "host")
                 self._arbiter.register(
                     role,
-                    give_up=lambda ranks: tell(cluster, ranks, "to", "host"),
-                    take=lambda ranks: tell(cluster, ranks, "to", "device"),
+                    give_up=lambda ranks: cluster.some(ranks, "to", "host"),
+                    take=lambda ranks: cluster.some(ranks, "to", "device"),
                 )
         return cluster
 
@@ -591,7 +613,7 @@ class Fleet:
             placements = self._plan.workers("actor_infer")
             cluster = Cluster.launch(self._session, placements, "drumroll.workers.engine:EngineWorker", kwargs=kwargs)
             leave = leaving(cfg.engine.offload)
-            self._arbiter.register("actor_infer", give_up=lambda ranks: tell(cluster, ranks, leave))
+            self._arbiter.register("actor_infer", give_up=lambda ranks: cluster.some(ranks, leave))
         return cluster
 
     @contextmanager
@@ -637,7 +659,8 @@ class Fleet:
 
     def _helper(self, role: Helper, node: str, target: str, **kwargs: Any) -> Cluster:
         """A worker that is no role of the plan, because it never computes on a device."""
-        return Cluster.launch(self._session, [Placement(role, 0, node, (), "cpu")], target, kwargs=kwargs)
+        deadline_s = self._cfg.supervision.call_s
+        return Cluster.launch(self._session, [Placement(role, 0, node, (), "cpu")], target, kwargs=kwargs, deadline_s=deadline_s)
 
     def _demonstrations(self, sft: SftConfig, cfg: RunConfig) -> dict[str, Any]:
         heldout = cfg.heldout.model_dump(mode="json") if isinstance(cfg, SftRunConfig) and cfg.heldout else None
@@ -695,11 +718,9 @@ class Fleet:
         """What the ranks of a role say of each shard. The role has its devices until all have answered."""
         each = self._plan.layout(role).devices_per_shard
         with self._arbiter.grant(role):
-            parts = [cluster.ref(rank, method, shards[rank // each], *args) for rank in range(cluster.world)]
-            for part in parts:
-                part.wait()
+            parts = cluster.kept(method, [shard for shard in shards for _ in range(each)], *args)[::each]
             self._peaks.note(cluster, "score")
-            return parts[::each]
+            return parts
 
     def _on_shards(self, role: Role, cluster: Cluster, method: str, shards: Sequence[Ref], stage: Stage | None = None) -> list[Any]:
         """What the ranks of a role return for each shard. Ranks that share the work on one all get it, and return the same. What memory it
@@ -817,7 +838,7 @@ def launch(job: RlJob | EvalJob | SftJob | PreferenceJob, folder: RunFolder, rec
             yield fleet
         except DrumrollError:
             with suppress(Exception):  # the samples tell why a run failed; that they cannot be written is not the reason to show
-                fleet.finish(FAILED_FINISH_S)
+                fleet.abandon()
             raise
         with rec.phase("finish"):
             fleet.finish()

@@ -26,9 +26,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from drumroll.cluster.cluster import DEADLINE_S
 from drumroll.config.models import RunConfig
-from drumroll.errors import CheckpointError, DivergedError, DrumrollError, WorkerError, WorkerLost
+from drumroll.errors import CheckpointError, DivergedError, DrumrollError, NodeLost, RoleLost, StateLost, WorkerError, WorkerLost
 from drumroll.pipelines.fleet import Fleet, Phase, launch
 from drumroll.pipelines.job import Job
 from drumroll.record.checkpoint import Checkpoint, CheckpointStore
@@ -44,6 +43,8 @@ MAX_ROLLBACKS = 3
 """Times that a run goes back to one checkpoint, because of its numbers, before it gives up."""
 MAX_RETURNS = 5
 """Likewise because of workers that were lost."""
+BEGINNING = "the beginning"
+"""Where a run goes back to that has no checkpoint."""
 
 
 class Stateful(Protocol):
@@ -103,6 +104,9 @@ class Keeper:
     """A context manager around the work of a run.
 
         with Keeper(job.cfg, folder, life, fleet, rec, Progress("rl"), {"source": source}) as keeper:
+            keeper.see_through(work)           # from where the run stands, as often as it takes
+
+        def work():
             with keeper.turn():                # the parts change, together
                 fleet.train(batch)
                 keeper.progress.step += 1
@@ -134,6 +138,8 @@ class Keeper:
         self._parts: dict[str, Stateful] = {"progress": progress, "recorder": rec, **others}
         self._fitting: dict[str, Any] | None = None
         """State of every part when they last fitted together; None while they change."""
+        self._beginning = self._states()
+        """Their state before anything was done."""
         self._saved: dict[str, Any] | None = None
         """What the last checkpoint holds."""
         self._saved_at = time.monotonic()
@@ -220,7 +226,11 @@ class Keeper:
 
         def fill(draft: Path) -> None:
             self._fleet.save(draft, deadline_s)
-            (draft / "store.json").write_text(json.dumps({"mark": mark.fetch(deadline_s or DEADLINE_S) if mark else 0}))
+            try:
+                grown_to = 0 if mark is None else mark.fetch(deadline_s)
+            except WorkerError as error:
+                raise CheckpointError(f"how far the trajectory store had grown is not known: {error}") from error
+            (draft / "store.json").write_text(json.dumps({"mark": grown_to}))
 
         return name or self.progress.name, fill, state, self._score
 
@@ -289,23 +299,40 @@ class Keeper:
         self._folder.incident("rollback", to=checkpoint.name, reason=why)
         self._rec.warn(f"{why}: gone back to '{checkpoint.name}'.")
 
-    def go_back(self, loss: WorkerLost) -> None:
-        """Those who are lost have taken with them what the step was made of: go on from the newest checkpoint, with the same samples."""
+    def see_through(self, work: Callable[[], None]) -> None:
+        """Do the run's work from where it stands. Those who are lost may take along what it was made of: then it goes on from the newest
+        checkpoint, as a run that is resumed does."""
+        loss: WorkerLost | None = None
+        while True:
+            try:
+                if loss is not None:
+                    cause, loss = loss, None
+                    self._go_back(cause)
+                return work()
+            except (RoleLost, NodeLost):
+                raise
+            except WorkerLost as error:
+                loss = error
+
+    def _go_back(self, loss: WorkerLost) -> None:
+        """To the newest checkpoint, or where there is none to the run's beginning; on from there with the same samples."""
+        self._fleet.close_training(self.progress.step)
         self._settle()
         found = self._checkpoints.newest_good()
-        if found is None:
-            raise loss
-        checkpoint, _ = found
-        self._returned_to.append(checkpoint.name)
-        if self._returned_to.count(checkpoint.name) > MAX_RETURNS:
-            raise loss
+        name = found[0].name if found is not None else BEGINNING
+        self._returned_to.append(name)
+        if self._returned_to.count(name) > MAX_RETURNS:
+            raise StateLost(f"{loss}\nThe run has gone back to '{name}' {MAX_RETURNS} times for such a reason.") from loss
         with self.turn():
-            self._rec.rewind(checkpoint.state["parts"]["recorder"])
-            self._go_to(checkpoint)
-            self._incarnation = self._folder.begin_incarnation(checkpoint.name)
+            if found is not None:
+                self._rec.rewind(found[0].state["parts"]["recorder"])
+                self._go_to(found[0])
+            else:
+                self._begin_again(loss)
+            self._incarnation = self._folder.begin_incarnation(name)
         self._saved = None
-        self._folder.incident("went back", to=checkpoint.name, reason=str(loss))
-        self._rec.warn(f"gone back to '{checkpoint.name}', because of those who are lost.")
+        self._folder.incident("went back", to=name, reason=str(loss))
+        self._rec.warn(f"gone back to '{name}', because of those who are lost.")
 
     def _go_to(self, checkpoint: Checkpoint) -> None:
         for name, part in self._parts.items():
@@ -313,6 +340,13 @@ class Keeper:
         self._fleet.load(checkpoint.path)
         self._fleet.reschedule(self.progress.phase, self.progress.planned)
         self._fleet.supersede(int(json.loads((checkpoint.path / "store.json").read_text())["mark"]))
+
+    def _begin_again(self, loss: WorkerLost) -> None:
+        self._rec.rewind(self._beginning["recorder"])
+        for name, part in self._parts.items():
+            part.load_state(self._beginning[name])
+        self._fleet.begin_again(loss)
+        self._fleet.supersede(0)
 
     # Signals.
 

@@ -5,12 +5,13 @@
           └── recall ◄── the whole role starts anew
 
 Ranks of a role meet in collectives and cannot go on without one of them, so that a role starts anew as a whole. What was under way is done
-again from the copy, with the same result. Without a copy the error goes up, and the run goes back to its newest checkpoint.
+again from the copy, with the same result. Without a copy a `WorkerLost` goes up, and the run goes back to its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
@@ -20,7 +21,7 @@ from drumroll.cluster.residency import Arbiter
 from drumroll.cluster.session import Session
 from drumroll.cluster.supervision import Budget, Supervisor, Ward, role_lost
 from drumroll.config.models import RunConfig
-from drumroll.errors import DeviceLost, DeviceMemoryError, RoleLost, WorkerError, WorkerOverdue
+from drumroll.errors import DeviceLost, DeviceMemoryError, NodeLost, RoleLost, WorkerError, WorkerLost, WorkerOverdue, WorkerUnreachable
 from drumroll.plan import Plan
 
 Outcome = TypeVar("Outcome")
@@ -79,51 +80,61 @@ class Learners:
                     self.remember()
                 return outcome
             except WorkerError as error:
-                self._bring_back(error)
+                failure: WorkerError | None = error
+            while failure is not None:
+                failure = self._bring_back(failure)
 
     def remember(self) -> None:
         """Keep a copy of the learners' state outside of their processes, where there is room for it."""
         if self._remembers is None:
             self._remembers = self._has_room()
         if self._remembers:
-            answers = {
-                role: [cluster.refs(rank, 2, "remember") for rank in range(cluster.world)] for role, cluster in self.learning.items()
-            }
-            for ranks in answers.values():
-                for done, _ in ranks:
-                    done.fetch()
-            self._memory = {role: [copy for _, copy in ranks] for role, ranks in answers.items()}
+            self._memory = {role: cluster.kept("remember") for role, cluster in self.learning.items()}
 
     def forget(self) -> None:
         """The learners are about to go elsewhere: no copy is where they would go back to."""
         self._memory.clear()
 
-    def start_anew(self, cluster: Cluster, error: WorkerError) -> None:
-        """Launch a whole role again, as often as it is allowed."""
+    def start_anew(self, cluster: Cluster, error: WorkerError, rank: int = 0) -> None:
+        """Launch a whole role again, until it is up, or as often as it is allowed. `rank` is the one that was lost."""
         role = cluster.role
         if role in self._wards:
             self._supervisor.let_go(self._wards.pop(role))
         budget = self._budgets.setdefault(role, Budget(self._cfg.supervision))
-        pause_s = budget.spend()
-        if pause_s is None:
-            raise role_lost(cluster, 0, error, f"restarts are used up: {budget}") from error
-        self._supervisor.say("role lost", f"{error}\n{role} starts anew.")
-        time.sleep(pause_s)
-        on_devices = [planned for planned in self._plan.roles if planned == role]
-        with self._arbiter.grant(on_devices[0]) if on_devices else nullcontext():
-            cluster.relaunch()
-            if role in self._halved:
-                cluster.all("halve_micro_batches")
+        while True:
+            pause_s = budget.spend()
+            if pause_s is None:
+                raise role_lost(cluster, rank, error, f"restarts are used up: {budget}") from error
+            self._supervisor.say("role lost", f"{error}\n{role} starts anew.")
+            time.sleep(pause_s)
+            try:
+                self._launch_again(cluster)
+                break
+            except NodeLost:
+                raise
+            except WorkerError as failure:
+                error = failure
         budget.is_up()
         self.add(cluster)
         self.started_anew(role)
 
+    def _launch_again(self, cluster: Cluster) -> None:
+        on_devices = [planned for planned in self._plan.roles if planned == cluster.role]
+        with self._arbiter.grant(on_devices[0]) if on_devices else nullcontext():
+            cluster.relaunch()
+            if cluster.role in self._halved:
+                cluster.all("halve_micro_batches")
+
     def _has_room(self) -> bool:
+        """Whether two copies fit where they will lie: each on the node of its rank."""
         wanted = self._cfg.checkpoint.in_memory
         if wanted != "auto":
             return wanted
-        needed = sum(sum(cluster.all("state_bytes")) for cluster in self.learning.values())
-        return 2 * needed <= MAX_MEMORY_SHARE * self._session.object_store_bytes()
+        by_node: Counter[str] = Counter()
+        for cluster in self.learning.values():
+            for handle, num_bytes in zip(cluster.handles, cluster.all("state_bytes"), strict=True):
+                by_node[handle.node] += num_bytes
+        return 2 * max(by_node.values()) <= MAX_MEMORY_SHARE * self._session.object_store_bytes()
 
     def _make_room(self, error: DeviceMemoryError) -> None:
         """A role that ran out of memory in its passes starts anew with half as large ones, once. Raises the error where that is no help."""
@@ -132,33 +143,36 @@ class Learners:
         self._halved.add(error.role)
         self._supervisor.say("micro-batches halved", f"{error}\n`trainer.micro_batch_tokens` counts half for {error.role} from now on.")
 
-    def _loss_of(self, cluster: Cluster, error: WorkerError) -> WorkerError | None:
-        """What a role has lost, if anything: a worker that is gone or silent, or one that has not answered a call in time."""
+    def _loss_of(self, cluster: Cluster, error: WorkerError) -> tuple[int, WorkerError] | None:
+        """What a role has lost, if anything: a worker that is gone or silent, one that has not answered a call in time, or cannot go on."""
         found = cluster.lost(self._silence_s)
         if found:
-            return next(iter(found.values()))
+            return next(iter(found.items()))
         if isinstance(error, DeviceMemoryError) and error.role == cluster.role:
-            return error
-        if isinstance(error, DeviceLost) and str(error).startswith(f"{cluster.role} "):
-            return error
-        return error if isinstance(error, WorkerOverdue) and any(cluster.outstanding) else None
+            return error.rank, error
+        speaks_of_it = str(error).startswith(f"{cluster.role} rank ")
+        return (0, error) if isinstance(error, DeviceLost | WorkerOverdue | WorkerUnreachable) and speaks_of_it else None
 
-    def _bring_back(self, error: WorkerError) -> None:
-        """Start those anew who are lost, and take the learners back. Raises the error where that cannot be done: nobody is lost, there is
-        no copy to go back to, or a role has been started too often."""
-        if isinstance(error, RoleLost):
+    def _bring_back(self, error: WorkerError) -> WorkerError | None:
+        """Start those anew who are lost, and take the learners back; who is lost meanwhile is the answer. Raises where that cannot be done:
+        nobody is lost, there is no copy to go back to, or a role has been started too often."""
+        if isinstance(error, RoleLost | NodeLost):
             raise error
         if isinstance(error, DeviceMemoryError):
             self._make_room(error)
-        lost = {role: why for role, cluster in self._clusters.items() if (why := self._loss_of(cluster, error)) is not None}
+        lost = {role: loss for role, cluster in self._clusters.items() if (loss := self._loss_of(cluster, error)) is not None}
         if not lost:
             raise error
-        for role, why in lost.items():
-            self.start_anew(self._clusters[role], why)
+        for role, (rank, why) in lost.items():
+            self.start_anew(self._clusters[role], why, rank)
         if not lost.keys() & self.learning.keys():
-            return
+            return None
         if not self._memory:
-            raise error
-        for role, cluster in self.learning.items():
-            cluster.shards("recall", self._memory[role])
+            raise error if isinstance(error, WorkerLost) else WorkerLost(f"{error}\nNo copy of what was learnt is in memory.") from error
+        try:
+            for role, cluster in self.learning.items():
+                cluster.shards("recall", self._memory[role])
+        except WorkerError as failure:
+            return failure
         self._supervisor.say("redone", "The learners stand where they stood before, and what was under way is done again.")
+        return None

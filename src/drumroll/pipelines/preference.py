@@ -19,17 +19,21 @@ def run(job: PreferenceJob, folder: RunFolder, life: Incarnation) -> None:
     cfg = job.cfg.preference
     progress = Progress("preference")
     with at_work(job, folder, life, progress) as (fleet, rec, keeper):
-        if not progress.begun:
-            with keeper.turn():
-                fleet.begin(progress.phase)
-                progress.begun = True
-        evaluate_if_due(cfg, fleet, rec, keeper)
-        with rec.stage("learning from preferences", total=cfg.steps), rec.phase("update"):
-            rec.stand_at(progress.step)
-            while progress.step < cfg.steps:
-                learn(_next_stop(progress.step, cfg), fleet, rec, keeper)
-                evaluate_if_due(cfg, fleet, rec, keeper)
-        fleet.export(folder.final_model)
+
+        def work() -> None:
+            if not progress.begun:
+                with keeper.turn():
+                    fleet.begin(progress.phase)
+                    progress.begun = True
+            evaluate_if_due(cfg, fleet, rec, keeper)
+            with rec.stage("learning from preferences", total=cfg.steps), rec.phase("update"):
+                rec.stand_at(progress.step)
+                while progress.step < cfg.steps:
+                    learn(_next_stop(progress.step, cfg), fleet, rec, keeper)
+                    evaluate_if_due(cfg, fleet, rec, keeper)
+            fleet.export(folder.final_model)
+
+        keeper.see_through(work)
 
 
 def learn(until: int, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from drumroll.algo.algorithm import carried_by
 from drumroll.config.models import ANY, RlConfig
 from drumroll.data.curriculum import Curriculum
 from drumroll.data.cursor import TaskCursor
-from drumroll.errors import RoleLost, WorkerLost
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.fleet import Fleet
 from drumroll.pipelines.job import RlJob
@@ -29,14 +27,18 @@ def run(job: RlJob, folder: RunFolder, life: Incarnation) -> None:
     source = training_source(job, attempt=lambda: progress.rollbacks)
     with at_work(job, folder, life, progress, source=source) as (fleet, rec, keeper):
         evaluator = Evaluator(cfg, job.heldout, fleet, rec)
-        if progress.phase == "warmup":
-            assert cfg.warmup is not None
-            warm_up(cfg.warmup, fleet, rec, keeper)
-        if progress.phase == "rl":
-            reinforce(cfg, source, folder, fleet, rec, keeper, evaluator)
-        if progress.phase == "comparison":
-            assert cfg.warmup is not None
-            compare(cfg.warmup, fleet, rec, keeper, evaluator)
+
+        def work() -> None:
+            if progress.phase == "warmup":
+                assert cfg.warmup is not None
+                warm_up(cfg.warmup, fleet, rec, keeper)
+            if progress.phase == "rl":
+                reinforce(cfg, source, folder, fleet, rec, keeper, evaluator)
+            if progress.phase == "comparison":
+                assert cfg.warmup is not None
+                compare(cfg.warmup, fleet, rec, keeper, evaluator)
+
+        keeper.see_through(work)
 
 
 def training_source(job: RlJob, attempt: Callable[[], int]) -> TaskSource | Mixture:
@@ -80,23 +82,13 @@ def reinforce(cfg: RlConfig, source: Source, folder: RunFolder, fleet: Fleet, re
     evaluator.run_if_due(keeper)
     fleet.open_training(cfg, source)
 
-    def go_on_from(go_back: Callable[[], None]) -> None:
-        fleet.close_training(progress.step)
-        go_back()
-        fleet.push(keeper.version(progress.step))
-        fleet.open_training(cfg, source)
-
     while progress.step < cfg.max_steps:
-        try:
-            take_step(cfg, fleet, rec, keeper)
-        except RoleLost:
-            raise
-        except WorkerLost as loss:
-            go_on_from(partial(keeper.go_back, loss))
-            continue
+        take_step(cfg, fleet, rec, keeper)
         if rec.num_nonfinite >= MAX_NONFINITE:
-            why = f"the losses or gradients of {rec.num_nonfinite} updates in a row were not finite"
-            go_on_from(partial(keeper.roll_back, why))
+            fleet.close_training(progress.step)
+            keeper.roll_back(f"the losses or gradients of {rec.num_nonfinite} updates in a row were not finite")
+            fleet.push(keeper.version(progress.step))
+            fleet.open_training(cfg, source)
         evaluator.run_if_due(keeper)
         keeper.save_if_due()
     fleet.close_training(progress.step)

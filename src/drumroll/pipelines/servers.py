@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from drumroll.cluster.cluster import Cluster, Handle
 from drumroll.cluster.peaks import Peaks
@@ -65,7 +64,7 @@ class Servers:
         """Ranks of engines that have them."""
         self._unannounced: set[int] = set()
         """Ranks of engines that have been replaced, and that environment workers do not know of."""
-        self._connect(*range(environments.world))
+        environments.all("connect", *self._those_who_answer)
         self.register(background=False)
         learners.started_anew = self._learners_changed
         self._ward: Ward = supervisor.guard(
@@ -80,7 +79,7 @@ class Servers:
         leave = leaving(self._offload)
         self._arbiter.register(
             "actor_infer",
-            give_up=lambda ranks: tell(self._engines, ranks, leave),
+            give_up=lambda ranks: self._engines.some(ranks, leave),
             take=self._resume,
             background=background,
         )
@@ -96,14 +95,14 @@ class Servers:
         with self._arbiter.grant("actor_train"):
             if self._offload:
                 self._sync.trainers.all("make_room")
-                tell(self._engines, ranks, "wake")
+                self._engines.some(ranks, "wake")
             try:
-                report = self._sync.push(version, ranks=ranks, cache=self._cache)
+                report = self._sent(version, ranks)
             except WorkerLost:
                 raise
             except (WorkerError, WeightSyncError) as error:  # engines have given the version up; it may have been a hiccup
                 self._supervisor.say("sync failed", f"version {version} could not be sent, and is sent again: {error}")
-                report = self._sync.push(version, ranks=ranks, cache=self._cache)
+                report = self._sent(version, ranks)
             self._peaks.note(self._sync.trainers, "sync")
             with suppress(WorkerError):  # an engine that is lost
                 self._peaks.note(self._engines, "sync")
@@ -114,12 +113,20 @@ class Servers:
                     self._let_serve(rank)
             return report
 
+    def _sent(self, version: Version, ranks: Sequence[int]) -> SyncReport:
+        """Engines stop when a version breaks off, and nobody knows which of them had begun with it: none of them serves before the next."""
+        try:
+            return self._sync.push(version, ranks=ranks, cache=self._cache)
+        except BaseException:
+            self._serving.difference_update(ranks)
+            raise
+
     def _resume(self, ranks: Sequence[int]) -> None:
         """Those of them that have the current weights."""
         serving = [rank for rank in ranks if rank in self._serving]
         if self._offload:
-            tell(self._engines, serving, "wake")
-        tell(self._engines, serving, "resume")
+            self._engines.some(serving, "wake")
+        self._engines.some(serving, "resume")
 
     # Engines.
 
@@ -164,14 +171,13 @@ class Servers:
 
     # Environment and reward workers.
 
-    def _connect(self, *ranks: int) -> None:
-        """Tell environment workers where replies and rewards come from."""
-        rewards = self._rewards.handles if self._rewards is not None else ()
-        for call in [self._environments.submit(rank, "connect", self._engines.handles, rewards) for rank in ranks]:
-            call.result(timeout=self._environments.deadline_s)
+    @property
+    def _those_who_answer(self) -> tuple[Sequence[Handle], Sequence[Handle]]:
+        """Where replies and rewards come from."""
+        return self._engines.handles, self._rewards.handles if self._rewards is not None else ()
 
     def _environment_back(self, rank: int) -> None:
-        self._connect(rank)
+        self._environments.on(rank, "connect", *self._those_who_answer)
         self._rollouts.worker_back(rank)
 
     def _reward_back(self, rank: int) -> None:
@@ -181,16 +187,9 @@ class Servers:
 
     def _announce(self, worker: Handle) -> None:
         """Tell every environment worker of one that was replaced. Those that are being replaced themselves will hear of it then."""
-        tell(self._environments, range(self._environments.world), "take_up", worker)
+        self._environments.some(range(self._environments.world), "take_up", worker)
 
 
 def leaving(offload: bool) -> str:
     """What an engine does that has to leave its device."""
     return "sleep" if offload else "pause"
-
-
-def tell(cluster: Cluster, ranks: Sequence[int], method: str, *args: Any) -> None:
-    """Have some workers of a role do something, and wait until they have. One that is lost holds no device any more."""
-    for future in [cluster.submit(rank, method, *args) for rank in ranks]:
-        with suppress(WorkerLost):
-            future.result(timeout=cluster.deadline_s)

@@ -27,15 +27,19 @@ def run(job: SftJob, folder: RunFolder, life: Incarnation) -> None:
     cfg = job.cfg.sft
     progress = Progress("sft")
     with at_work(job, folder, life, progress) as (fleet, rec, keeper):
-        if not progress.begun:
-            with keeper.turn():
-                rec.log_heldout(0, fleet.heldout_loss(), last=False)
-                fleet.begin(progress.phase)
-                progress.begun = True
-        with rec.stage("imitating demonstrations", total=cfg.steps), rec.phase("update"):
-            imitate(0, cfg.steps, fleet, rec, keeper)
-        fleet.export(folder.final_model)
-        rec.log_heldout(cfg.steps, fleet.heldout_loss(), last=True)
+
+        def work() -> None:
+            if not progress.begun:
+                with keeper.turn():
+                    rec.log_heldout(0, fleet.heldout_loss(), last=False)
+                    fleet.begin(progress.phase)
+                    progress.begun = True
+            with rec.stage("imitating demonstrations", total=cfg.steps), rec.phase("update"):
+                imitate(0, cfg.steps, fleet, rec, keeper)
+            fleet.export(folder.final_model)
+            rec.log_heldout(cfg.steps, fleet.heldout_loss(), last=True)
+
+        keeper.see_through(work)
 
 
 def warm_up(cfg: SftConfig, fleet: Fleet, rec: Recorder, keeper: Keeper) -> None:

@@ -28,22 +28,22 @@ PR_SET_PDEATHSIG = 1
 
 
 def supervise(
-    command: Sequence[str], resume: Sequence[str], progress: Callable[[], object], *, max_failures: int = 3, say: Callable[[str], None]
+    command: Callable[[], Sequence[str]], progress: Callable[[], object], *, max_failures: int = 3, say: Callable[[str], None]
 ) -> int:
-    """Run `command`, then `resume` for as long as the run fails; returns the last exit code, 128 + n after signal n.
+    """Run what `command` says, and for as long as the run fails what it says then; returns the last exit code, 128 + n after signal n.
 
     A failure is an end by a signal or with a code that is not in `FINAL`. `progress()` returns something that differs after a
     run that got further, for example its last checkpoint: then the pause before the next start is short again. After
     `max_failures` failures in a row without progress nothing is started any more. A signal for the supervisor is the run's:
     it is passed on, as is a second one, and the run's answer to it is final. Only for the main thread.
 
-        code = supervise(["drumroll", "train", "run.yaml"], ["drumroll", "resume", "runs/x"], last_checkpoint, say=print)
+        code = supervise(lambda: resume if Path("runs/x").exists() else train, last_checkpoint, say=print)
     """
     failures, pause_s = 0, FIRST_PAUSE_S
     with _Signals.caught() as signals:
         while True:
             reached = progress()
-            status = signals.run(command)
+            status = signals.run(command())
             code = status if status >= 0 else 128 - status
             if status in FINAL or signals.came:
                 return code
@@ -53,13 +53,13 @@ def supervise(
                 failures += 1
             ended = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with exit code {code}"
             if failures >= max_failures:
-                say(f"The run {ended}. After {failures} failures in a row without progress it is not resumed.")
+                say(f"The run {ended}. After {failures} failures in a row without progress it is not started again.")
                 return code
-            say(f"The run {ended}. It is resumed in {pause_s:g} s.")
+            say(f"The run {ended}. It goes on in {pause_s:g} s.")
             number = signals.rest(pause_s)
             if number is not None:
                 return 128 + number
-            command, pause_s = resume, min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class _Signals:

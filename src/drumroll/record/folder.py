@@ -77,7 +77,7 @@ class RunFolder:
 
     def give_up(self) -> None:
         """Undo `claim`, unless a run has begun in the folder: then it stays as it is."""
-        if not self.config_file.exists():
+        if self.root.exists() and not self.config_file.exists():
             shutil.rmtree(self.root)
 
     @property

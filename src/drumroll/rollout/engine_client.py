@@ -13,12 +13,14 @@ whether an engine that is silent about a reply is paused, busy with others, or l
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from drumroll.errors import WorkerLost
 from drumroll.types import Chunk, EngineLoad, FinishReason, GenRequest, Parcel
 
 Call = Callable[..., Awaitable[Any]]
@@ -34,7 +36,7 @@ MAX_MOVES = 3
 """Engines that one reply may lose before it counts as their fault, or its own."""
 
 REST_S = 5.0
-"""An engine that was out of reach is not chosen for this long, unless it has been replaced."""
+"""An engine that was out of reach is not chosen for this long; one that is lost, not before it has been replaced."""
 
 LAST_CHUNK_S = 2.0
 """How long a request that is aborted waits for its last chunk."""
@@ -81,6 +83,8 @@ class EngineClient:
         self._unwanted: list[str] = []
         self._sender: asyncio.Task[None] | None = None
         self._poller: asyncio.Task[None] | None = None
+        self.is_gone = False
+        """Whether the engine is lost for good, and not only out of reach."""
         self._worked_s = 0.0
         """Seconds that the engine was seen at work: not paused, and somebody waiting for it."""
         self._num_tokens = 0
@@ -178,6 +182,7 @@ class EngineClient:
 
     def _fail_all(self, error: Exception) -> None:
         """Nobody waits for an engine that is out of reach; should it come back, the requests are not wanted any more."""
+        self.is_gone = self.is_gone or isinstance(error, WorkerLost)
         for reply in self._waiting.values():
             if not reply.whole.done():
                 reply.end("lost", f"it did not answer: {error}")
@@ -222,7 +227,7 @@ class Engines:
             if chunk.finish != "lost" or num_lost == MAX_MOVES:
                 return _join(parts or [chunk])
             num_lost += 1
-            self._resting_until[rank] = self._clock() + REST_S
+            self._resting_until[rank] = math.inf if self._clients[rank].is_gone else self._clock() + REST_S
             try:
                 rank = await self._another()
             except asyncio.CancelledError:
@@ -236,8 +241,9 @@ class Engines:
             if ready:
                 return min(ready, key=lambda rank: (self._clients[rank].num_waiting, rank))
             self._returned.clear()
+            first = min(self._resting_until)
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(self._resting_until) - now):
+                async with asyncio.timeout(None if first == math.inf else first - now):
                     await self._returned.wait()
 
 

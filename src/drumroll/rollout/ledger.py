@@ -6,6 +6,7 @@ stamped with time and weight version; a sample that has reached a final state is
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ class Sample:
     """Attempts that ended by its own fault: environment, reward, deadline."""
     num_mishaps: int = 0
     """Attempts that ended because an engine or a worker failed."""
+    company: int = sys.maxsize
+    """Samples that an environment worker may have at a time while it has this one: half as many after each worker that it took part in
+    losing, until it is alone with the one that ends its workers."""
     engine: int = -1
     worker: int = -1
     leased_at: float = 0.0

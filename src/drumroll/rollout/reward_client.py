@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from drumroll.errors import RewardError, WorkerError, WorkerLost
+from drumroll.errors import RewardError, WorkerError, WorkerLost, WorkerUnreachable
 from drumroll.rewards.reward import Parts
 from drumroll.types import Trajectory
 
@@ -89,6 +89,9 @@ class RewardClient:
             if question.done() and self._workers[rank] is worker:
                 self._lost.add(rank)
             raise
+        except WorkerUnreachable as error:
+            self._resting_until[rank] = self._clock() + PAUSE_S
+            raise WorkerLost(str(error)) from error
         except WorkerError as error:
             raise RewardError(str(error)) from error
         finally:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from drumroll.errors import RolloutError, WorkerLost
 from drumroll.life import STATES, State
@@ -45,6 +46,10 @@ LINGER_S = 0.01
 WORKERS_PER_LINGER = 2
 MAX_IN_A_ROW = 32
 """Samples that one worker gets before another one is looked for: a sixteenth of what it has under way, but not more than this."""
+
+
+Blame = Literal["itself", "others", "nobody"]
+"""Whose fault it is that an attempt came to nothing: the sample's, an engine's or a worker's, or not known yet."""
 
 
 class Transport(Protocol):
@@ -120,6 +125,8 @@ class RolloutScheduler:
         self._leased: dict[str, Sample] = {}
         """In the order of their leases."""
         self._leased_to: list[dict[str, Sample]] = [{} for _ in range(transport.num_workers)]
+        self._company = [sys.maxsize] * transport.num_workers
+        """Samples that each worker may have at a time, for the sake of those that it has."""
         self._outbox: dict[int, list[Lease]] = {}
         self._is_pumping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -356,7 +363,6 @@ class RolloutScheduler:
             seconds = self.ledger.follow(sample, info.life)
             for state, spent_s in seconds.items():
                 self._spent_s[state] += spent_s
-            is_mishap = info.fault in MISHAPS
             if info.fault == "engine":
                 self._give_pause(self.router.engines, sample.engine)
             elif info.stop_reason != "aborted":
@@ -364,7 +370,8 @@ class RolloutScheduler:
             if sample.is_unwanted:
                 self._cut_off(sample, info, block)
             elif info.stop_reason in ("failed", "deadline", "aborted"):
-                self._come_back(sample, is_mishap, f"{info.stop_reason}: {info.error.strip()}", info, block)
+                blame: Blame = "others" if info.fault in MISHAPS else "itself"
+                self._come_back(sample, blame, f"{info.stop_reason}: {info.error.strip()}", info, block)
             else:
                 self.router.observe(now - sample.leased_at, seconds.get("waiting", 0.0), seconds.get("generating", 0.0))
                 sample.info, sample.block = info, block
@@ -419,16 +426,16 @@ class RolloutScheduler:
             group.stream.error = group.stream.error or error
             return "error"
 
-    def _come_back(self, sample: Sample, is_mishap: bool, why: str, info: SampleInfo | None = None, block: BlockRef = None) -> None:
+    def _come_back(self, sample: Sample, blame: Blame, why: str, info: SampleInfo | None = None, block: BlockRef = None) -> None:
         """An attempt has failed: the sample is leased again, with the same seed, unless it has had its chances."""
         group: OpenGroup = sample.group
         stream = group.stream
         if info is not None and info.fault:
             stream.tally[f"rollout/num_failed_{info.fault}"] += 1
             stream.tally[f"domain/{info.domain}/num_failed_{info.fault}"] += 1
-        sample.num_failures += not is_mishap
-        sample.num_mishaps += is_mishap
-        if is_mishap:
+        sample.num_failures += blame == "itself"
+        sample.num_mishaps += blame == "others"
+        if blame == "others":
             group.engine = -1
         limits = self._limits
         if sample.num_failures < limits.max_attempts and sample.num_mishaps < limits.max_mishaps:
@@ -480,10 +487,20 @@ class RolloutScheduler:
         size = request.size + (0 if stream.is_long_round else stream.policy.extra_samples)
         for number, seed in enumerate(sample_seeds(self._seed, (*request.seed_parts, task.id), range(size))):
             sample = Sample(f"{name}/{number:03d}", group, number, name, task.id, task.domain, seed)
+            sample.attempt = self._part_with_namesake(sample.sample_id)
             self.ledger.admit(sample)
             group.open.append(sample)
         stream.queue.extend(group.open)
         return True
+
+    def _part_with_namesake(self, sample_id: str) -> int:
+        """A run that has gone back draws samples again of which an attempt may still be under way: nobody waits for that any more, and a
+        later attempt tells them apart. Returns its number, or -1."""
+        namesake = self._leased.get(sample_id)
+        if namesake is None or not namesake.is_unwanted:
+            return -1
+        self._take_back(namesake, "drawn again")
+        return namesake.attempt
 
     def _cut(self, group: OpenGroup) -> None:
         """The group goes on without the members that are still under way."""
@@ -584,13 +601,25 @@ class RolloutScheduler:
         worker, num_in_a_row = workers.least_loaded(), 0
         while (sample := self._next_sample()) is not None:
             engine = router.pick(sample.group.engine)
-            if num_in_a_row == self._max_in_a_row or (worker is not None and not workers.is_usable(worker)):
-                worker, num_in_a_row = workers.least_loaded(), 0
+            if num_in_a_row == self._max_in_a_row or worker is None or not (workers.is_usable(worker) and self._has_place(worker, sample)):
+                worker, num_in_a_row = self._worker_for(sample), 0
             if engine is None or worker is None:
                 self._again.appendleft(sample)
                 break
             self._lease(sample, engine, worker)
             num_in_a_row += 1
+
+    def _worker_for(self, sample: Sample) -> int | None:
+        """The least loaded worker that has a place for a sample."""
+        worker = self._workers.least_loaded()
+        if worker is None or self._has_place(worker, sample):
+            return worker
+        ranks = range(self._transport.num_workers)
+        fitting = [rank for rank in ranks if self._workers.is_usable(rank) and self._has_place(rank, sample)]
+        return min(fitting, key=self._workers.in_flight.__getitem__, default=None)
+
+    def _has_place(self, worker: int, sample: Sample) -> bool:
+        return len(self._leased_to[worker]) < min(self._company[worker], sample.company)
 
     def _next_sample(self) -> Sample | None:
         """Those that came back first, then what is admitted, then a new group; urgent streams before others."""
@@ -622,6 +651,7 @@ class RolloutScheduler:
         sample.engine, sample.worker = engine, worker
         self.ledger.move(sample, "leased", worker)
         self._leased[sample.sample_id] = self._leased_to[worker][sample.sample_id] = sample
+        self._company[worker] = min(self._company[worker], sample.company)
         sample.leased_at = self._clock()
         self.router.leased(engine)
         self._workers.add(worker)
@@ -646,17 +676,29 @@ class RolloutScheduler:
     def _release(self, sample: Sample) -> None:
         """The lease is over, one way or another."""
         del self._leased[sample.sample_id]
-        del self._leased_to[sample.worker][sample.sample_id]
+        others = self._leased_to[sample.worker]
+        del others[sample.sample_id]
+        if sample.company <= self._company[sample.worker] < sys.maxsize:
+            self._company[sample.worker] = min((other.company for other in others.values()), default=sys.maxsize)
         self.router.ended(sample.engine)
         self._workers.remove(sample.worker)
 
-    def _take_back(self, sample: Sample, why: str) -> None:
+    def _take_back(self, sample: Sample, why: str, blame: Blame = "others") -> None:
         """A lease that will not end by itself."""
         self._release(sample)
         if sample.is_unwanted:
             self._leave(sample, "aborted", why)
         else:
-            self._come_back(sample, True, why)
+            self._come_back(sample, blame, why)
+
+    def _take_back_from_lost(self, worker: int, why: str) -> None:
+        """One of a lost worker's samples may be what ended it. They are tried again, each among half as many, until one is found that was
+        alone with its worker."""
+        aboard = list(self._leased_to[worker].values())
+        for sample in aboard:
+            blame: Blame = "itself" if sample.company == 1 else "nobody"
+            sample.company = max(1, len(aboard) // 2)
+            self._take_back(sample, why, blame)
 
     # Talking to workers.
 
@@ -709,14 +751,15 @@ class RolloutScheduler:
     def _worker_failed(self, worker: int, error: Exception) -> None:
         """Its samples go elsewhere at once, and nothing goes to it for a while."""
         why = f"environment worker {worker} failed: {type(error).__name__}: {error}"
-        for sample in list(self._leased_to[worker].values()):
-            self._take_back(sample, why)
         if isinstance(error, WorkerLost):
+            self._take_back_from_lost(worker, why)
             self._workers.failed(worker)
             self._workers.lose(worker)
             if not len(self._workers) and not self._is_supervised:
                 self.fail(error)
         else:
+            for sample in list(self._leased_to[worker].values()):
+                self._take_back(sample, why)
             self._give_pause(self._workers, worker)
         self._pump_soon()
 

@@ -34,9 +34,10 @@ class RecorderWorker:
         """The place that the store has grown to; everything before it is safe on disk."""
         return self._writer.mark()
 
-    def supersede(self, mark: int) -> int:
+    def supersede(self, after: object, mark: int) -> int:
         """Mark what was written since `mark` as superseded; returns how many samples that are."""
         return self._writer.supersede(mark)
 
-    def close(self) -> None:
+    def close(self, after: object = None) -> None:
+        """What is written from now on would not reach the store."""
         self._writer.close()

@@ -115,10 +115,9 @@ class TrainWorker(SendsWeights):
         """About how large what `remember` returns is."""
         return self.backend.state_bytes()
 
-    def remember(self) -> tuple[bool, Memory]:
-        """That it is done, and the training state as it is, for somebody to keep who outlives this process; it is copied on its way
-        there."""
-        return True, Memory.of(self.backend.snapshot(alone=True))
+    def remember(self) -> Memory:
+        """The training state as it is, for somebody to keep who outlives this process; it is copied on its way there."""
+        return Memory.of(self.backend.snapshot(alone=True))
 
     def recall(self, memory: Memory) -> None:
         """Go back to what this rank, or the one before it in its place, was to remember."""

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from drumroll.backends.network import interface_of
 from drumroll.cluster.cluster import Ref, _slots
-from drumroll.cluster.host import Slot, fill, free_port, interface_of, seat, wrap_error
+from drumroll.cluster.host import Slot, fill, free_port, seat, wrap_error
 from drumroll.errors import DataError, PluginError, UserError, WorkerError, WorkerLost
 from drumroll.luggage import Luggage
 from drumroll.registry import REGISTRY

@@ -49,6 +49,30 @@ def test_a_task_that_a_reward_cannot_judge_is_named(tmp_path: Path, reward: dict
     assert said in str(error.value)
 
 
+def test_who_wants_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no column 'anser'.* Name the right one by `rewards\.0\.field`\.$"):
+        job(tmp_path, [GOOD], {"kind": "exact_match", "field": "anser"})
+    (tmp_path / "lake.jsonl").write_text('{"seed": 1}\n')
+    lake: dict[str, Any] = {"share": 1, "data": {"train": {"path": str(tmp_path / "lake.jsonl")}}, "env": {"kind": "frozen_lake"}}
+    with pytest.raises(DataError, match=r"by `rewards\.0\.field`, or give domain 'lake' its own `rewards`\."):
+        prepare(checked({"scratch": {"characters": "01"}}, domains={"lake": lake}))
+    own = [{"kind": "format", "pattern": "x"}, {"kind": "exact_match"}]
+    with pytest.raises(DataError, match=r"by `domains\.lake\.rewards\.1\.field`\."):
+        prepare(checked({"scratch": {"characters": "01"}}, domains={"lake": {**lake, "rewards": own}}))
+
+
+def test_replies_that_are_longer_than_the_model_reads_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(GOOD) + "\n")
+    model = {"scratch": {"characters": "01", "config": {"max_position_embeddings": 64}}}
+    data = {"train": {"path": str(tmp_path / "tasks.jsonl")}}
+    (note,) = prepare(checked(model, data=data, rollout={"sampling": {"max_new_tokens": 65}})).notes
+    assert note.startswith("`rollout.sampling.max_new_tokens` is 65, but the model has positions for 64 tokens")
+    domains = {"default": {"share": 1, "sampling": {"max_new_tokens": 65}}}
+    (note,) = prepare(checked(model, data=data, rollout={"sampling": {"max_new_tokens": 9}}, domains=domains)).notes
+    assert note.startswith("`domains.default.sampling.max_new_tokens` is 65")
+    assert prepare(checked(model, data=data, rollout={"sampling": {"max_new_tokens": 64}})).notes == ()
+
+
 def test_the_reward_role_exists_where_a_reward_is_pooled(tmp_path: Path) -> None:
     assert "reward" not in job(tmp_path, [GOOD], {"kind": "exact_match"}).roles
     assert "reward" in job(tmp_path, [GOOD], {"kind": "exact_match", "pooled": True}).roles
@@ -123,7 +147,7 @@ def test_engines_span_as_many_devices_as_divide_their_heads(tp: int, said: str) 
     ("kind", "changes", "engine", "said"),
     [
         ("vllm", {"model_type": "mixtral", "num_local_experts": 8}, {}, "it has experts"),
-        ("vllm", {"model_type": "qwen3_moe", "num_experts": 8}, {}, "it has experts"),
+        ("vllm", {"model_type": "qwen3_moe", "num_experts": 8}, {}, ""),
         ("sglang", {"model_type": "mixtral", "num_local_experts": 8}, {}, "of qwen3_moe"),
         ("sglang", {"model_type": "qwen3_moe", "num_experts": 8}, {}, ""),
         ("sglang", {"model_type": "mistral", "sliding_window": 1024}, {}, "made to see 1024 of them"),

@@ -10,7 +10,7 @@ import pytest
 
 from drumroll.cluster import supervision
 from drumroll.config.models import CheckpointConfig, SupervisionConfig
-from drumroll.errors import DeviceMemoryError, RoleLost, WorkerError, WorkerLost, WorkerOverdue
+from drumroll.errors import DeviceMemoryError, NodeLost, RoleLost, WorkerError, WorkerLost, WorkerOverdue
 from drumroll.pipelines.learners import Learners
 
 
@@ -20,27 +20,36 @@ class Trainers:
     def __init__(self, role: str = "actor_train") -> None:
         self.role = role
         self.world = 1
-        self.handles = (SimpleNamespace(where=f"{role} rank 0"),)
+        self.handles = (SimpleNamespace(where=f"{role} rank 0", node="a"),)
         self.state = 0
         self.is_dead = False
-        self.outstanding = (0,)
         self.num_launches = 1
+        self.failures: list[str] = []
+        """Methods that fail once more, each for want of its worker."""
         self.told: list[str] = []
 
     def lost(self, deadline_s: float) -> dict[int, WorkerError]:
         return {0: WorkerLost(f"{self.role} rank 0: gone")} if self.is_dead else {}
 
     def relaunch(self) -> None:
-        self.state, self.is_dead, self.outstanding = -1, False, (0,)
+        self._may_fail("relaunch")
+        self.state, self.is_dead = -1, False
         self.num_launches += 1
 
-    def refs(self, rank: int, count: int, method: str) -> list[Any]:
-        assert (count, method) == (2, "remember")
-        return [SimpleNamespace(fetch=lambda: True), self.state]
+    def kept(self, method: str) -> list[Any]:
+        assert method == "remember"
+        return [self.state]
 
     def shards(self, method: str, memories: list[Any]) -> None:
+        self._may_fail(method)
         assert method == "recall"
         (self.state,) = memories
+
+    def _may_fail(self, method: str) -> None:
+        if method in self.failures:
+            self.failures.remove(method)
+            self.is_dead = True
+            raise WorkerLost(f"{self.role} rank 0: gone while {method}() was under way")
 
     def all(self, method: str) -> list[int]:
         self.told.append(method)
@@ -136,9 +145,56 @@ def test_a_role_that_hangs_is_started_anew() -> None:
     crew, _ = learners()
     crew.add(trainers)  # type: ignore[arg-type]
     crew.redone(trainers.train, changes=True)
-    trainers.outstanding = (1,)
-    assert crew.redone(lambda: trainers.train(error=WorkerOverdue("no answer to train() within 10 s")), changes=True) == 2
+    late = WorkerOverdue("actor_train rank 0 on node a: no answer to train() within 10 s")
+    assert crew.redone(lambda: trainers.train(error=late), changes=True) == 2
     assert trainers.num_launches == 2
+
+
+def test_that_somebody_else_is_late_is_no_reason_to_start_anew() -> None:
+    trainers = Trainers()
+    crew, _ = learners()
+    crew.add(trainers)  # type: ignore[arg-type]
+    with pytest.raises(WorkerOverdue):
+        crew.redone(lambda: trainers.train(error=WorkerOverdue("actor_infer rank 0 on node a: no answer to resume() within 10 s")))
+    assert trainers.num_launches == 1
+
+
+@pytest.mark.parametrize("failures", [["relaunch"], ["relaunch", "relaunch"], ["recall"], ["recall", "relaunch"]])
+def test_a_loss_on_the_way_back_is_one_more_loss(failures: list[str]) -> None:
+    trainers = Trainers()
+    crew, _ = learners()
+    crew.add(trainers)  # type: ignore[arg-type]
+    crew.redone(trainers.train, changes=True)
+    trainers.failures = list(failures)
+    assert crew.redone(lambda: trainers.train(dies=True), changes=True) == 2
+    assert trainers.failures == []
+
+
+def test_a_node_that_is_gone_is_said_to_be() -> None:
+    trainers = Trainers()
+    crew, _ = learners()
+    crew.add(trainers)  # type: ignore[arg-type]
+    trainers.relaunch = raising(NodeLost("its node is gone"))  # type: ignore[method-assign]
+    with pytest.raises(NodeLost, match="its node is gone"):
+        crew.redone(lambda: trainers.train(dies=True))
+
+
+def raising(error: Exception) -> Any:
+    def function() -> None:
+        raise error
+
+    return function
+
+
+def test_without_a_copy_other_trouble_is_a_loss_too() -> None:
+    """So that the run goes back to its newest checkpoint."""
+    trainers = Trainers()
+    crew, said = learners(in_memory=False)
+    crew.add(trainers)  # type: ignore[arg-type]
+    with pytest.raises(WorkerLost, match="out of device memory"):
+        crew.redone(lambda: trainers.train(error=out_of_memory()), changes=True)
+    assert said == ["micro-batches halved", "role lost"]
+    assert trainers.told.count("halve_micro_batches") == 1
 
 
 def out_of_memory(stage: str = "update") -> DeviceMemoryError:

@@ -453,7 +453,7 @@ class TestGoingBack:
         mark = worker.mark(None)
         assert worker.add(None, "train", 2, [leave("b"), leave("c"), leave("d", "aborted")], [make("b")], [make("c"), make("e")]) == 3
         assert worker.add_spans(None, [Span("trainer", "update", 2, 1.0, 2.0)]) == 1
-        assert worker.supersede(mark) == 3
+        assert worker.supersede(None, mark) == 3
         worker.close()
         with Reader(tmp_path) as reader:
             assert ids(reader, Filter()) == ["a"]

@@ -241,7 +241,8 @@ class WatchedLedger(Ledger):
             assert self.counts["leased"] <= self._max_in_flight, f"{self.counts['leased']} samples are leased, of {self._max_in_flight}"
 
     def _line(self, sample: Sample) -> dict[str, None]:
-        return self._lines.setdefault((sample.group.stream, sample.num_failures + sample.num_mishaps > 0), {})
+        came_back = sample.num_failures + sample.num_mishaps > 0 or sample.company < sys.maxsize
+        return self._lines.setdefault((sample.group.stream, came_back), {})
 
 
 @dataclass

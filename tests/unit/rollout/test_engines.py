@@ -16,11 +16,12 @@ REQUEST = GenRequest("r", [7], Sampling(max_new_tokens=6), seed=1)
 
 
 class Client:
-    """An engine that answers with the numbers from `len(sampled)` on, and is lost after `lasts` of them."""
+    """An engine that answers with the numbers from `len(sampled)` on, and is out of reach after `lasts` of them, or gone."""
 
-    def __init__(self, lasts: int | None = None, num_waiting: int = 0) -> None:
+    def __init__(self, lasts: int | None = None, num_waiting: int = 0, *, is_gone: bool = False) -> None:
         self.lasts = lasts
         self.num_waiting = num_waiting
+        self.is_gone = is_gone
         self.asked: list[GenRequest] = []
 
     async def generate(self, request: GenRequest, stall_s: float) -> Chunk:
@@ -70,6 +71,14 @@ def test_the_least_busy_of_the_others_is_chosen() -> None:
 def test_where_there_is_no_other_it_waits_for_one_that_is_replaced() -> None:
     chunk = generate([Client(lasts=3)], meanwhile=lambda engines: engines.replace(0, Client()))  # type: ignore[arg-type]
     assert (chunk.token_ids, chunk.finish) == ([*range(6)], "length")
+
+
+def test_one_that_is_gone_is_not_asked_again_before_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: the tokens that have arrived are kept."""
+    monkeypatch.setattr(engine_client, "REST_S", 0.0)
+    gone = Client(lasts=3, is_gone=True)
+    chunk = generate([gone], meanwhile=lambda engines: engines.replace(0, Client()))  # type: ignore[arg-type]
+    assert (len(gone.asked), chunk.token_ids) == (1, [*range(6)])
 
 
 def test_an_engine_that_was_out_of_reach_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def play(
     workers: int = 2,
     limits: Limits = Limits(deadline_s=100.0, stall_s=5.0),  # noqa: B008
     max_in_flight: int | None = None,
+    is_supervised: bool = False,
     seed: int = 7,
     **cluster: Any,
 ) -> Any:
@@ -83,7 +84,9 @@ def play(
 
     async def main() -> Any:
         simulated = SimulatedCluster(recorded, num_engines=engines, slots=slots, num_workers=workers, token_s=TOKEN_S, **cluster)
-        scheduler = RolloutScheduler(simulated, seed=seed, limits=limits, max_in_flight=max_in_flight, clock=simulated.clock)
+        scheduler = RolloutScheduler(
+            simulated, seed=seed, limits=limits, max_in_flight=max_in_flight, is_supervised=is_supervised, clock=simulated.clock
+        )
         stage = Stage(simulated, scheduler, leases)
         async with asyncio.timeout(1e6):
             result = await scene(stage)
@@ -555,6 +558,59 @@ def test_samples_of_a_worker_that_is_cut_off_go_to_the_others_and_its_late_resul
         second = await stage.scheduler.take(stream, 10, version=0)
         assert second.report["queue/num_outdated"] > 0
         assert {departure.sample_id for departure in second.departures} == {sample.sample_id for sample in second.samples}
+
+    play(scene, tokens_by(lambda group, member: 100), slots=8)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_task_that_ends_its_worker_is_found_and_the_others_lose_nothing(num_workers: int) -> None:
+    """Each time that a worker is lost its samples are tried again among half as many, until the one that does it is alone."""
+
+    def workload(lease: Lease) -> Script:
+        return Script(((50, 0.0),))
+
+    async def scene(stage: Stage) -> None:
+        scheduler, hosts, num_lost = stage.scheduler, stage.cluster.workers, 0
+        lease = stage.cluster.lease
+
+        async def deadly(worker: int, leases: Sequence[Lease]) -> None:
+            nonlocal num_lost
+            await lease(worker, leases)
+            if any(each.task.id == "t2" for each in leases):
+                await asyncio.sleep(0.1)
+                num_lost += 1
+                hosts[worker].kill()
+                hosts[worker].is_dead = False
+                scheduler.worker_out(worker, WorkerLost("it ended its process"))
+                scheduler.worker_back(worker)
+
+        stage.cluster.lease = deadly  # type: ignore[method-assign]
+        rollout = await scheduler.take(stage.open(Groups(size=4), max_failed=4), 6, version=0)
+        assert [task.task_id for task in rollout.quarantined] == ["t2"]
+        assert names(rollout) == ["g000", "g001", "g003", "g004", "g005", "g006"]
+        assert all(len(group.samples) == 4 for group in rollout.groups)
+        assert num_lost < 20, "a budget of restarts is not used up by one task"
+
+    play(scene, workload, slots=16, workers=num_workers, is_supervised=True)
+
+
+def test_samples_that_are_drawn_again_while_an_attempt_is_still_under_way_are_told_apart() -> None:
+    """A run that goes back begins its demand anew, while environments of the old one have not ended yet."""
+
+    async def scene(stage: Stage) -> None:
+        stage.cluster.abort = ignored  # type: ignore[method-assign]
+        old = stage.open(Groups(size=4), max_staleness=1)
+        taking = asyncio.create_task(stage.scheduler.take(old, 2, version=0))
+        await asyncio.sleep(0.5)
+        stage.scheduler.close(old)
+        with pytest.raises(RolloutError, match="was closed"):
+            await taking
+        rollout = await stage.scheduler.take(stage.open(Groups(size=4), max_staleness=1), 4, version=0)
+        assert len({sample.sample_id for sample in rollout.samples}) == 16
+        assert {sample.attempt for sample in rollout.samples} >= {1}, "the first attempts belong to the old demand"
+
+    async def ignored(worker: int, attempts: Sequence[tuple[str, int]]) -> None:
+        pass
 
     play(scene, tokens_by(lambda group, member: 100), slots=8)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from drumroll.backends.network import address_towards, interface_of
 from drumroll.types import RankInfo
 
 if TYPE_CHECKING:
@@ -98,30 +97,10 @@ def _meet(rank: RankInfo, timeout: timedelta) -> Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,
     )
-    interface = _interface_towards(host, port)
+    own = address_towards(host, port)
+    interface = None if own is None else interface_of(own)
     if interface is not None:
         # The only way to tell either library; what the user has set wins.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     return store
-
-
-def _interface_towards(host: str, port: int) -> str | None:
-    """Name of the network interface whose address this machine uses to reach `host`; None where Linux does not say."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))  # a datagram socket: nothing is sent
-            own = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                try:
-                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                except OSError:
-                    continue  # an interface without an IPv4 address
-                if answer[20:24] == own:
-                    return name
-        except OSError:
-            pass
-    return None
-
-
-_SIOCGIFADDR = 0x8915
