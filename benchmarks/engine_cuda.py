@@ -132,7 +132,8 @@ def run_in_drumroll(folder: Path, workload: Workload, arguments: argparse.Namesp
     room = ("engine.memory_share=0.5", f"engine.cache_tokens={workload.prompts * workload.samples * context}")
     bench = (sys.executable, "-m", "drumroll", "bench", "rl", "--shape", arguments.shape, "--steps", str(arguments.repeats))
     figures = ""
-    with subprocess.Popen((*bench, *sizes, "engine.kind=vllm", *room, *arguments.set), stdout=subprocess.PIPE, text=True) as running:
+    model = f"model.path={folder}"
+    with subprocess.Popen((*bench, *sizes, model, "engine.kind=vllm", *room, *arguments.set), stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         for line in running.stdout:
             figures = line if line.startswith("{") else figures

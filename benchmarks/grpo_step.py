@@ -57,14 +57,19 @@ def main() -> None:
         settings = [setting.format(arguments.staleness) for setting in ASYNCHRONOUS]
         runs[f"drumroll, staleness {arguments.staleness}"] = lambda: run_drumroll(arguments, settings)
     runs["TRL"] = lambda: last_line(sys.executable, __file__, *sys.argv[1:], "--side", "trl")["seconds"]
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {}
     for _ in range(arguments.repeats):
         for name, run in runs.items():
-            seconds[name].append(statistics.median(run()))
+            try:
+                seconds.setdefault(name, []).append(statistics.median(run()))
+            except subprocess.CalledProcessError as error:  # the others' figures are not lost for it
+                print(f"{name}: failed with exit code {error.returncode}", flush=True)
+                continue
+            print(f"{name}: {seconds[name][-1]:.3f} s a step", flush=True)
     medians, num_samples = {name: statistics.median(values) for name, values in seconds.items()}, arguments.prompts * arguments.samples
     for name, median in medians.items():
         times = ", ".join(f"{value:.3f}" for value in seconds[name])
-        ratio = "" if name == "TRL" else f", {medians['TRL'] / median:.2f} x as fast as TRL"
+        ratio = f", {medians['TRL'] / median:.2f} x as fast as TRL" if name != "TRL" and "TRL" in medians else ""
         print(f"{name:22} {median:7.3f} s a step, {3600 * num_samples / median:12,.0f} samples an hour{ratio}   ({times})")
 
 

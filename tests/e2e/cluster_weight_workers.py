@@ -70,7 +70,7 @@ class InferBackend:
                 sums[name] = checksum(tensor)
         return sums
 
-    def take_peak_bytes(self) -> int:
+    async def take_peak_bytes(self) -> int:
         return 0
 
     async def pause(self) -> None:

@@ -31,7 +31,7 @@ from drumroll.envs.single_turn import SingleTurn
 from drumroll.errors import ConfigError
 from drumroll.pipelines.job import plan_for
 from drumroll.pipelines.start import start
-from drumroll.plan.cost import GIB
+from drumroll.plan.cost import GIB, parameter_count
 from drumroll.record.files import read_lines
 from drumroll.registry import nearest
 from drumroll.types import Task, Trajectory
@@ -92,11 +92,16 @@ def bench(shape: str, workload: Workload, num_steps: int, overrides: Sequence[st
         raise ConfigError(f"no shape named '{shape}'.{nearest(shape, SHAPES)} Known: {', '.join(SHAPES)}.")
     with tempfile.TemporaryDirectory(prefix="drumroll-bench-") as name:
         folder = Path(name)
-        num_parameters = make_model(folder / "model", shape, workload)
         tree = config_of(folder, workload, num_steps + 1)
+        own_model = Path(tree["model"]["path"])
         for override in overrides:
             apply_override(tree, override)
         cfg = check_config(tree)
+        if Path(str(cfg.model.path)) == own_model:
+            make_model(own_model, shape, workload)
+        facts = json.loads((Path(str(cfg.model.path)) / "config.json").read_text(encoding="utf-8"))
+        num_parameters = parameter_count(facts)
+        assert num_parameters is not None, "a model of one of the shapes"
         planned = planned_memory(cfg)
         run = start(cfg)
         lines = [line for line in read_lines(run.metrics_file) if "weights" in line]

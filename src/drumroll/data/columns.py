@@ -19,11 +19,11 @@ def reply_of(value: Any, where: str) -> str:
 
 
 def require_columns(row: Row, columns: Mapping[str, str], place: str) -> None:
-    """Every column must be there; `columns` maps each to the config key that names it, or to nothing."""
+    """Every column must be there; `columns` maps each to the config key that names it, as a message says it."""
     for column, key in columns.items():
         if column not in row:
-            advice = f" Name the right one by `{key}`." if key else ""
-            raise DataError(f"{place}: there is no column '{column}'.{nearest(column, row)} Columns: {', '.join(row) or 'none'}.{advice}")
+            known = ", ".join(row) or "none"
+            raise DataError(f"{place}: there is no column '{column}'.{nearest(column, row)} Columns: {known}. Name the right one by {key}.")
 
 
 def prompt_of(value: Any, column: str, place: str) -> tuple[str | None, tuple[Message, ...] | None]:

@@ -50,7 +50,7 @@ def load_judgements(cfg: PreferenceConfig, source: SourceConfig) -> list[Judgeme
 
 
 def _pair(row: Row, cfg: PreferenceConfig, source: SourceConfig, place: str) -> Pair:
-    columns = {cfg.chosen_field: "chosen_field", cfg.rejected_field: "rejected_field"}
+    columns = {cfg.chosen_field: "`chosen_field`", cfg.rejected_field: "`rejected_field`"}
     require_columns(row, columns, place)
     values = [row[column] for column in columns]
     if row.get(source.prompt_field) is None and all(isinstance(value, str) for value in values):
@@ -71,7 +71,7 @@ def _judgements(row: Row, cfg: PreferenceConfig, source: SourceConfig, place: st
         yield Judgement(pair.chosen, True)
         yield Judgement(pair.rejected, False)
         return
-    require_columns(row, {cfg.completion_field: "completion_field", cfg.label_field: "label_field"}, place)
+    require_columns(row, {cfg.completion_field: "`completion_field`", cfg.label_field: "`label_field`"}, place)
     label = row[cfg.label_field]
     if not isinstance(label, bool | int) or label not in (0, 1):
         raise DataError(f"{place}: column '{cfg.label_field}' holds {short(label)}; true or false was expected.")
@@ -82,7 +82,7 @@ def _exchange(row: Row, column: str, prompt_column: str, place: str) -> Exchange
     """A reply, as text behind its prompt or as the last message of a conversation."""
     value, where = row[column], f"{place}: column '{column}'"
     if isinstance(value, str):
-        require_columns(row, {prompt_column: "prompt_field"}, place)
+        require_columns(row, {prompt_column: "`prompt_field`"}, place)
         text, messages = prompt_of(row[prompt_column], prompt_column, place)
         return Exchange(text, messages, reply_of(value, where))
     if not isinstance(value, list):
@@ -123,7 +123,7 @@ def _split_texts(chosen: str, rejected: str, prompt_column: str, place: str) -> 
 def _margin(row: Row, column: str | None, place: str) -> float:
     if column is None:
         return 0.0
-    require_columns(row, {column: "margin_field"}, place)
+    require_columns(row, {column: "`margin_field`"}, place)
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{place}: column '{column}' holds {short(value)}; a number was expected.")

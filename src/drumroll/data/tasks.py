@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from drumroll.config.models import ANY, SourceConfig
@@ -34,8 +34,8 @@ class Demonstration:
 class Needs:
     """What the rows of a domain must hold."""
 
-    columns: tuple[str, ...] = ()
-    """That something will read, for example a reward."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """That something will read, for example a reward, each with the config key that names it: `{"answer": "`rewards.0.field`"}`."""
     prompt: bool = True
     """False where the environment makes its prompts itself: the prompt column may then be missing."""
 
@@ -50,11 +50,11 @@ def load_tasks(source: SourceConfig, *, split_label: str, needs: Mapping[str, Ne
         place = f"'{source.path}', {where}" if source.path else where
         domain = _domain(row, source.domain, needs, place)
         needed = needs.get(domain, needs.get(ANY, Needs()))
-        require_columns(row, dict.fromkeys(needed.columns, ""), place)
+        require_columns(row, needed.columns, place)
         if source.id_field is not None:
-            require_columns(row, {source.id_field: "id_field"}, place)
+            require_columns(row, {source.id_field: "`id_field`"}, place)
         if needed.prompt:
-            require_columns(row, {source.prompt_field: "prompt_field"}, place)
+            require_columns(row, {source.prompt_field: "`prompt_field`"}, place)
         default_id = f"{split_label}-{number if source.seeds is None else row['seed']}"
         task_id = default_id if source.id_field is None else _id(row[source.id_field], source.id_field, place)
         if task_id in tasks:
@@ -83,7 +83,7 @@ def _demonstration(row: Row, source: SourceConfig, completion_field: str, place:
         return Demonstration(tuple(_exchanges(row["turns"], place)), tokens, str(row.get("tokenizer", "")))
     if "messages" in row and source.prompt_field not in row:
         return Demonstration(tuple(_conversation(row["messages"], place)))
-    require_columns(row, {source.prompt_field: "prompt_field", completion_field: "completion_field"}, place)
+    require_columns(row, {source.prompt_field: "`prompt_field`", completion_field: "`completion_field`"}, place)
     prompt, messages = prompt_of(row[source.prompt_field], source.prompt_field, place)
     return Demonstration((Exchange(prompt, messages, reply_of(row[completion_field], f"{place}: column '{completion_field}'")),))
 

@@ -10,8 +10,10 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from drumroll.errors import PlanError
@@ -200,9 +202,17 @@ def local_pool(cpu_slots: int | None = None) -> Pool:
     return Pool((Node("local", num_devices=cpu_slots or num_cores(), kind="cpu", address="127.0.0.1"),))
 
 
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where Linux says how much memory a container may have, in the second and the first version of its control groups."""
+
+
 def host_gib() -> float:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    """Memory of this machine, or of the container that this process is in."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in LIMITS:
+        with suppress(OSError, ValueError):  # another version, or "max"
+            found.append(int(Path(path).read_text()))
+    return min(found) / 2**30
 
 
 def num_cores() -> int:

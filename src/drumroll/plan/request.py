@@ -86,9 +86,10 @@ def _numbers(key: str, take: str | Sequence[int], candidates: Sequence[Device], 
         outside = last if last >= len(candidates) else first
         if not 0 <= outside < len(candidates):
             hint = "set `ray.cpu_slots`" if candidates[0].kind == "cpu" else "join a larger cluster (`ray.address`)"
+            elsewhere = f"; `drumroll plan … --pool 1x{outside + 1}x80GiB` plans for a pool that is not there" if outside > 0 else ""
             raise PlanError(
                 f"{key}: got {_show(take)}, but device {outside} is outside {_extent(candidates, where)}. "
-                f"Choose among these, or {hint}; `--pool` plans for a pool that is not there."
+                f"Choose among these, or {hint}{elsewhere}."
             )
     return [number for bound in bounds for number in range(bound[0], bound[-1] + 1)]
 

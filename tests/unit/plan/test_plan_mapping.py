@@ -161,6 +161,7 @@ MIXED = "1x2x80GiB:H100,1x2x48GiB:L40S"
     ("devices", "pool", "fragments"),
     [
         ({"actor_infer": "0-9"}, "1x8x80GiB", ["`devices.actor_infer`", "'0-9'", "device 9", "8 GPUs (0-7)", "ray.address"]),
+        ({"actor_train": "0-7"}, "1x2xcpu", ["`devices.actor_train`", "(0-1)", "`drumroll plan … --pool 1x8x80GiB` plans for a pool that"]),
         ({"actor_infer": [0, -1]}, "1x2xcpu", ["`devices.actor_infer`", "[0, -1]", "device -1", "2 CPU slots (0-1)", "ray.cpu_slots"]),
         ({"actor_train": 2}, "1x2xcpu", ["`devices.actor_train`", "device 2"]),
         ({"actor_train": 0, "critic": "0-99"}, "1x2xcpu", ["`devices.critic`", "device 99"]),

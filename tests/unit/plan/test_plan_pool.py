@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +119,14 @@ def test_a_machine_whose_nvidia_smi_fails_has_no_gpus(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(subprocess, "run", fail)
     assert query_gpus() == []
+
+
+@pytest.mark.parametrize(("limit", "gib"), [("8589934592\n", 8.0), ("max\n", None), (None, None)])
+def test_a_container_has_no_more_memory_than_it_may_use(
+    limit: str | None, gib: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(pool_module, "LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "other")))
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert pool_module.host_gib() == (min(gib, whole) if gib is not None else whole)

@@ -91,7 +91,7 @@ class InferBackend(ABC):
         """What the engine has to do, and which weights it serves; `paused` whenever it may not compute, for whatever reason."""
 
     @abstractmethod
-    def take_peak_bytes(self) -> int:
+    async def take_peak_bytes(self) -> int:
         """The most GPU memory that the engine had in use since the last time; 0 without a GPU."""
 
     @abstractmethod

@@ -153,9 +153,8 @@ class RemoteEngine(InferBackend):
                 busy_s_total=self._busy_s + busy_now,
             )
 
-    def take_peak_bytes(self) -> int:
-        peak, self._peak_bytes = self._peak_bytes, 0
-        return peak
+    async def take_peak_bytes(self) -> int:
+        return await self._call(self._take_peak())
 
     async def close(self) -> None:
         self._desk.stop(WorkerError(f"the {self.package} engine is closed."), broken=False)
@@ -303,8 +302,11 @@ class RemoteEngine(InferBackend):
 
     async def _relay(self, buckets: Iterator[Bucket]) -> Checksums:
         """Hand buckets on to the package's processes, through memory that they share with this one."""
+        import torch
+
         from drumroll.backends.buckets import Outbox
         from drumroll.backends.infer.checklist import Checklist
+        from drumroll.backends.offload import settle
 
         on_gpu = self._device.startswith("cuda")
         outbox = Outbox(self._num_devices, None, BUCKET_BYTES if on_gpu else BUCKET_BYTES // 4, DEADLINE_S, self._device if on_gpu else "")
@@ -335,6 +337,7 @@ class RemoteEngine(InferBackend):
             raise
         finally:
             outbox.close()
+            settle(torch.device(self._device))  # this process needs no memory of the GPU before the next one
         self._peak_bytes = max(self._peak_bytes, peak)
         return dict(outbox.sums)
 
@@ -388,6 +391,12 @@ class RemoteEngine(InferBackend):
 
     # -- What each package does in its own way, on the engine's thread
 
+    async def _take_peak(self) -> int:
+        """The most GPU memory that one of its processes had in use since the last time, or where it tells that at updates alone, until the
+        last one."""
+        peak, self._peak_bytes = self._peak_bytes, 0
+        return peak
+
     @abstractmethod
     async def _open(self) -> None:
         """Start the package's processes, with random weights; they end with this process, however it ends."""
@@ -406,8 +415,8 @@ class RemoteEngine(InferBackend):
 
     @abstractmethod
     async def _take_weights(self, lent: Lent) -> int:
-        """Have every process read the buckets into its model; the most GPU memory that one had in use since the last time. A tensor
-        that arrives damaged is an error."""
+        """Have every process read the buckets into its model; the most GPU memory that one had in use since the last time, if nobody else
+        tells it. A tensor that arrives damaged is an error."""
 
     @abstractmethod
     async def _stand_still(self) -> None:

@@ -61,6 +61,9 @@ from drumroll.types import Batch, RankInfo, Schedule, TopLogp
 _LOGITS_PER_CHUNK = 2**27
 """Logits whose float32 copies are held at the same time: half a GiB each."""
 
+EXPORTED_FILE = "4GB"
+"""Of weights in one file of a model folder. As much is held in host memory while it is written."""
+
 _FILLED_IN = frozenset({"entropy", "top_logp"})
 """Fields of the batch that a pass fills in where the loss needs them."""
 
@@ -113,6 +116,8 @@ class Fsdp2(TrainBackend):
         has_masters = not self._sharded and not self._is_narrow and self.dtype != "float32"
         self._masters = Masters(self._model, getattr(torch, self.dtype), exact=self._exact_part()) if has_masters else None
         own = dict(self._model.named_parameters(remove_duplicate=False))
+        self._computing: dict[str, Tensor] = {**own, **dict(self._model.named_buffers())}
+        """What passes compute with, by name."""
         if self._masters:
             own = {name: self._masters.of(parameter) for name, parameter in own.items()}
         tensors = {**{plain_name(name): tensor for name, tensor in own.items()}, **dict(self._model.named_buffers())}
@@ -374,8 +379,8 @@ class Fsdp2(TrainBackend):
             if self._adapters:
                 merged = self._adapters.merged(name, self._whole(name, tensor), self._whole)
                 yield name, merged.to(dtype) if merged.is_floating_point() else merged
-            else:
-                yield name, self._whole(name, tensor, dtype)
+            else:  # of masters, the same numbers that were rounded already
+                yield name, self._whole(name, self._computing[name] if self._masters else tensor, dtype)
 
     def _whole(self, name: str, held: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Collective. All of a tensor, of which this rank holds a part."""
@@ -469,8 +474,8 @@ class Fsdp2(TrainBackend):
     def export(self, folder: Path, *, replace: bool = False) -> None:
         state: dict[str, Tensor] = {}
         for name, tensor in self._whole_weights():
-            if self._group.rank == 0:
-                state[name] = tensor.to("cpu", copy=True)
+            if self._group.rank == 0:  # of weights that no other rank holds a part of, a copy would be one too many
+                state[name] = tensor.to("cpu", copy=True) if self._sharded else tensor.detach()
         adapters: dict[str, Tensor] = {}
         for name, tensor in self._learning.items() if self._adapters else ():
             adapters[name] = self._whole(name, tensor).to("cpu", copy=True)
@@ -486,7 +491,7 @@ class Fsdp2(TrainBackend):
 
     def _write(self, folder: Path, state: dict[str, Tensor], adapters: dict[str, Tensor], replace: bool) -> None:
         with new_folder(folder, replace=replace) as aside:
-            self._model.save_pretrained(aside, state_dict=state)
+            self._model.save_pretrained(aside, state_dict=state, max_shard_size=EXPORTED_FILE)
             if self._adapters:
                 self._adapters.write(aside / "adapter", adapters, str(self.model_folder))
             self._write_config(aside)
@@ -506,7 +511,8 @@ class Fsdp2(TrainBackend):
 
     def close(self) -> None:
         self._group.leave()
-        del self._model, self._masters, self._optimizer, self._parameters, self._tensors, self._learning, self._division, self._question
+        del self._model, self._masters, self._optimizer, self._parameters, self._tensors, self._computing, self._learning
+        del self._division, self._question
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

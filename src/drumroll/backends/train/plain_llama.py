@@ -79,8 +79,8 @@ class PlainLlama(nn.Module):
             residual = residual + self._gated(layer, self._normed(residual, layer.before_mlp))
         return SimpleNamespace(logits=self.lm_head(self._normed(residual.index_select(0, logits_to_keep), norm))[None])
 
-    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
-        """Write weights as transformers does."""
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor], **others: Any) -> None:
+        """Write weights as transformers does, but all into one file: they are on the CPU anyway."""
         save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, folder / "model.safetensors", {"format": "pt"})
 
     def write_config(self, folder: Path, dtype: str) -> None:

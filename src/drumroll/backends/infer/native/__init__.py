@@ -136,7 +136,7 @@ class Native(InferBackend):
                 busy_s_total=self._busy_s,
             )
 
-    def take_peak_bytes(self) -> int:
+    async def take_peak_bytes(self) -> int:
         from drumroll.backends.offload import take_peak_bytes
 
         return take_peak_bytes(str(self._ready_runner.device))

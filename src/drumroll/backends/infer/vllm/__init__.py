@@ -28,6 +28,9 @@ SUPPORTED = ((0, 26), (0, 33))
 
 WORKER = "drumroll.backends.infer.vllm.worker.DrumrollWorker"
 
+PREFILL_TOKENS = 16_384
+"""Of one step on a GPU: what keeps it busy. vLLM's own choice for a server is less, so that nobody waits long for a token."""
+
 READS_PER_S = 10_000
 """Of all requests together. Under load every request is read after a pause, for which vLLM lays its tokens together: to wake up for each
 token of each of hundreds of requests would take this process longer than vLLM's takes to compute them."""
@@ -100,8 +103,12 @@ class Vllm(RemoteEngine):
             "worker_extension_cls": WORKER,
             "seed": 0,
         }
-        if not on_gpu:
+        if on_gpu:
+            arguments["max_num_batched_tokens"] = PREFILL_TOKENS
+        else:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if self.dtype == "float32":
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # its attention would multiply in fewer bits
         if config.cache_tokens or not on_gpu:
             num_tokens = config.cache_tokens or config.num_slots * self._limits.context
             arguments["kv_cache_memory_bytes"] = _cache_bytes(self.model_folder, self.dtype, num_tokens)
@@ -130,7 +137,11 @@ class Vllm(RemoteEngine):
 
     async def _take_weights(self, lent: Lent) -> int:
         arguments = (lent.pid, lent.key, list(lent.files), lent.on_device, lent.deadline_s)
-        peaks: list[int] = await self._llm.collective_rpc("drumroll_take_weights", args=arguments)
+        await self._llm.collective_rpc("drumroll_take_weights", args=arguments)
+        return 0
+
+    async def _take_peak(self) -> int:
+        peaks: list[int] = await self._llm.collective_rpc("drumroll_take_peak")
         return max(peaks)
 
     @property

@@ -25,15 +25,17 @@ class DrumrollWorker:
     device: torch.device
     model_runner: Any
 
-    def drumroll_take_weights(self, pid: int, key: int, files: list[int], on_device: bool, deadline_s: float) -> int:
-        """The most GPU memory that was in use since the last time."""
+    def drumroll_take_weights(self, pid: int, key: int, files: list[int], on_device: bool, deadline_s: float) -> None:
         intake = Intake(Lent(pid, key, tuple(files), on_device, deadline_s), self.rank, self.device)
         tied = self._tied()
         self.model_runner.reload_weights(weights_iterator=intake.tensors())
         if self.device.type == "cpu":
             self._pack(tied)
         intake.check(f"vLLM's worker {self.rank}")
-        return take_peak_bytes(str(self.device))
+
+    def drumroll_take_peak(self) -> int:
+        """The most GPU memory that was in use since the last time, without what sleeps: torch counts that as if it were there."""
+        return max(0, take_peak_bytes(str(self.device)) - _asleep_bytes()) if self.device.type == "cuda" else 0
 
     def drumroll_stay_with(self, owner: int) -> None:
         """End with the process that owns the engine, however that ends: vLLM by itself would stay, and keep the GPU."""
@@ -68,3 +70,12 @@ class DrumrollWorker:
         others = (module for module in model.modules() if module is not head and getattr(module, "weight", None) is weight)
         embeddings = None if weight is None else next(others, None)
         return None if embeddings is None else (head, embeddings)
+
+
+def _asleep_bytes() -> int:
+    """Of this process's memory, what vLLM has given back to the GPU for the time being."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    pieces = [] if allocator is None else list(allocator.pointer_to_data.values())
+    return sum(piece.handle[1] for piece in pieces if piece.is_asleep)
