@@ -87,7 +87,7 @@ def make_plan(config: RunConfig, pool: Pool, roles: Collection[Role], *, num_par
         if num_parameters is not None and role != "teacher":
             size = num_parameters
         if size is not None and role not in HOST_ROLES:
-            memory[role] = _estimate(role, placements[role], parallel[role], size, config)
+            memory[role] = _estimate(role, placements[role], parallel[role], size, config, pool)
             _check_memory(role, selections[role].devices, memory[role], parallel[role], size, pool)
     own = known_shape(config.model)
     known = {role: shape for role, shape in shapes.items() if shape is not None and num_parameters is None}
@@ -235,12 +235,23 @@ def _shape(role: Role, config: RunConfig) -> Shape | None:
     return known_shape(config.model)
 
 
-def _estimate(role: Role, placements: Sequence[Placement], layout: ParallelConfig, num_parameters: int, config: RunConfig) -> Memory:
+def _estimate(
+    role: Role, placements: Sequence[Placement], layout: ParallelConfig, num_parameters: int, config: RunConfig, pool: Pool
+) -> Memory:
     num_devices = sum(max(1, len(placement.devices)) for placement in placements)
     weight_bytes = compute_bytes(config.model.dtype, placements[0].kind)
-    return device_memory(
+    least = device_memory(
         role, num_parameters, num_devices, layout, weight_bytes, adapters=getattr(config.trainer, "lora", None) is not None
     )
+    share, gib = _share_taken(role, config), pool.by_id[placements[0].node].memory_gib
+    return least if share is None or gib is None else replace(least, cache=max(0, int(share * gib * GIB) - least.weights))
+
+
+def _share_taken(role: Role, config: RunConfig) -> float | None:
+    """Of a GPU's memory, what an engine of another package takes whether it needs it or not; None where it takes what it needs."""
+    if role != "actor_infer" or not isinstance(config, RlConfig) or getattr(config.engine, "cache_tokens", None) is not None:
+        return None
+    return getattr(config.engine, "memory_share", None)
 
 
 def _check_memory(role: Role, devices: Sequence[Device], memory: Memory, layout: ParallelConfig, num_parameters: int, pool: Pool) -> None:
@@ -281,13 +292,18 @@ def _check_shared(plan: Plan, config: RunConfig, pool: Pool) -> None:
         roles = [cast(Role, tenant.role) for tenant in tenants if tenant.role in plan.memory]
         if node.kind != "gpu" or available is None or len(roles) < 2:
             continue
-        stays = {role: 0 if offloads(role, config) else plan.memory[role].weights + plan.memory[role].optimizer for role in roles}
+        stays = {
+            role: 0 if offloads(role, config) else plan.memory[role].weights + plan.memory[role].optimizer + plan.memory[role].cache
+            for role in roles
+        }
         worst = max(roles, key=lambda role: plan.memory[role].total - stays[role])
         need = plan.memory[worst].total - stays[worst] + sum(stays.values())
         if need > available * GIB:
             parts = ", ".join(f"{role} {(plan.memory[role].total if role == worst else stays[role]) / GIB:.1f}" for role in roles)
             keys = sorted({"engine.offload" if role == "actor_infer" else "trainer.offload" for role in roles if stays[role]})
             advice = f"Set {' and '.join(f'`{key}: true`' for key in keys)}, so that whoever waits leaves it" if keys else "Use more GPUs"
+            if any(plan.memory[role].cache for role in roles):
+                advice += ", have the engine take less (`engine.memory_share`, `engine.cache_tokens`)"
             raise PlanError(
                 f"GPU {device.local} of {node.title} has {available:.1f} GiB, and its roles need at least {need / GIB:.1f} while {worst} "
                 f"works ({parts} GiB). {advice}, or give them devices of their own (`devices`)."
@@ -373,7 +389,7 @@ def _serving(shape: Shape, plan: Plan, config: RlConfig, pool: Pool, weight_byte
         tokens = engine.num_slots * pages
         gib = pool.by_id[first.node].memory_gib
         if first.kind == "gpu" and gib is not None:
-            share = getattr(engine, "memory_share", None)
+            share = _share_taken("actor_infer", config)
             each, weights = cache_bytes(shape, weight_bytes), shape.num_parameters * weight_bytes
             if share is not None:  # packages take all that they may have
                 tokens = max(0, int(share * gib * GIB * tp) - weights) // each

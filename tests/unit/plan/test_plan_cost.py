@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_configs import RL_ROLES, rl_config
+from plan_configs import RL_ROLES, PlainRl, rl_config
 
-from drumroll.config.models import ModelConfig, ParallelConfig, ScratchConfig
+from drumroll.config.models import EngineConfig, ModelConfig, ParallelConfig, ScratchConfig
 from drumroll.errors import PlanError
 from drumroll.plan import Memory, Node, Pool, make_plan, parameter_count, parse_pool
 from drumroll.plan.cost import compute_bytes, device_memory, known_shape
@@ -160,3 +160,25 @@ def test_a_gpu_that_somebody_else_uses_is_refused_with_what_is_free() -> None:
         make_plan(rl_config(), busy, RL_ROLES, num_parameters=seven_billion)
     one_billion = make_plan(rl_config({role: [0] for role in ("actor_train", "actor_infer")}), busy, RL_ROLES, num_parameters=10**9)
     assert one_billion.devices("actor_train")[0].local == 0
+
+
+class OfAPackage(EngineConfig):
+    memory_share: float = 0.85
+    cache_tokens: int | None = None
+
+
+class WithPackage(PlainRl):
+    engine: OfAPackage = OfAPackage()
+
+
+def test_an_engine_that_takes_its_share_beside_a_trainer_that_stays() -> None:
+    """Other packages take most of a GPU by themselves, whatever the model."""
+    pool, fields = parse_pool("1x1x80GiB"), rl_config().model_dump(exclude={"engine", "trainer", "env", "rewards", "algo"})
+
+    def plan(**engine: Any) -> None:
+        make_plan(WithPackage(**fields, engine=OfAPackage(**engine)), pool, RL_ROLES, num_parameters=1_500_000_000)
+
+    with pytest.raises(PlanError, match=r"its roles need at least .*`engine\.memory_share`, `engine\.cache_tokens`"):
+        plan()
+    for engine in ({"offload": True, "memory_share": 0.7}, {"memory_share": 0.4}, {"cache_tokens": 100_000}):
+        plan(**engine)
