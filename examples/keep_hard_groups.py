@@ -1,4 +1,4 @@
-"""Your own group filter: looks at the attempts at one task, and says why they are not worth training on, or nothing.
+"""Your own group filter: looks at the attempts at one task and says why they are not worth training on, or returns None.
 
 plugins: [./examples/keep_hard_groups.py]
 rollout: {filters: [{kind: keep_hard, max_solved: 0.5}]}

@@ -1,4 +1,4 @@
-"""Your own loss: log-probabilities with gradient and the batch in, one loss per token out. The trainer does the rest.
+"""Your own loss: takes log-probabilities with gradient and the batch, returns a loss per token. The trainer does the rest.
 
 plugins: [./examples/soft_clip_loss.py]
 algo: {loss: {kind: soft_clip, softness: 0.2}}
@@ -11,7 +11,7 @@ from drumroll import Batch, TokenLoss, register
 
 @register.loss("soft_clip")
 def soft_clip(logp_T: torch.Tensor, batch: Batch, *, softness: float = 0.2) -> TokenLoss:
-    """Policy gradient whose pull fades smoothly as the ratio to the old policy leaves 1."""
+    """Policy gradient whose pull fades smoothly as the ratio to the old policy moves away from 1."""
     assert batch.old_logp is not None
     assert batch.advantages is not None
     log_ratio_T = logp_T - batch.old_logp

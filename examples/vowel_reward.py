@@ -17,10 +17,9 @@ def vowels(trajectory: drumroll.Trajectory, *, target: int = 4) -> float:
 
 
 if __name__ == "__main__":
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     run = drumroll.train(
-        model={
-            "scratch": {"characters": "abcdefghijklmnop ", "config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}}
-        },
+        model={"scratch": {"characters": "abcdefghijklmnop ", "config": sizes}},
         tasks=[{"prompt": letter} for letter in "bcdfghjk"],
         heldout=[{"prompt": letter} for letter in "lmnp"],
         reward=vowels,
