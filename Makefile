@@ -56,7 +56,9 @@ $(SGLANG)/.installed: requirements.lock requirements-sglang.lock pyproject.toml
 test-sglang: $(SGLANG)/.installed  ## The SGLang engine on the CPU, in an environment of its own (.venv-sglang; about 15 minutes after installing)
 	PYTHONPATH=$(CURDIR)/tests/sglang_cpu OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract/test_infer_backends.py tests/contract/test_infer_sglang.py tests/e2e/test_sglang_runs.py -k sglang
 
-chaos: install  ## Workers and controllers that are killed, frozen, cut off and poisoned, for about an hour
+chaos: install  ## Workers and controllers that are killed, frozen, cut off and poisoned, for about an hour and a half
+	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest tests/e2e/test_resume.py -k supervise
 	$(BIN)/python tests/faults/chaos.py $$(mktemp -d)
 	$(BIN)/python tests/e2e/killpoints.py $$(mktemp -d) --kills 50 --seed 11
 	$(BIN)/python tests/e2e/chaos.py $$(mktemp -d) --kills 50 --seed 11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -131,6 +132,21 @@ def test_a_trainer_rank_that_is_killed_comes_back_and_its_step_is_redone(with_a_
     assert "went back" not in kinds, "there was a copy in memory"
     with_a_trainer_killed.check_samples(6, 4)
     assert with_a_trainer_killed.weights == with_links_cut.weights, "both faults left no trace"
+
+
+def test_a_rank_that_hangs_though_it_answers_is_named_by_those_who_wait_for_it(tmp_path: Path, with_links_cut: Outcome) -> None:
+    changes = {
+        **TWO_RANKS,
+        "plugins": ["./tests/faults/hanging.py"],
+        "algo": {"loss": {"kind": "hangs_once", "marker": str(tmp_path / "has_hung")}},
+        "trainer": {"timeout_s": 8.0},
+    }
+    outcome = sabotaged(tree(tmp_path, **changes), lambda scene: None)
+    (lost,) = [line["reason"] for line in outcome.incidents if line["kind"] == "role lost"]
+    assert "actor_train rank 0 on node" in lost.partition("has waited for other ranks in train(), in vain")[0]
+    late = lost.partition("Those who have not arrived:")[2]
+    assert re.search(r"^\s+actor_train rank 1 on node \w+ computes, in train\(\) for \d+ s \(hanging\.py, line \d+, in hangs_once\)", late)
+    assert outcome.weights == with_links_cut.weights, "done again with the same result"
 
 
 def test_a_line_that_is_cut_or_slow_costs_no_sample(with_links_cut: Outcome) -> None:

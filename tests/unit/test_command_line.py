@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from drumroll import __version__
-from drumroll.cli import app
+from drumroll.cli import _supervised, app
 
 
 def said(*arguments: str) -> str:
@@ -45,3 +47,26 @@ def test_a_cluster_that_is_not_joined_is_named(config: str) -> None:
         assert note in said(command, config)
         assert note not in said(command, config, "ray.address=null")
     assert note not in said("plan", config, "--pool", "1x8x80GiB")
+
+
+def test_a_supervised_run_is_resumed_once_it_has_begun_and_begun_again_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may die before it has written anything that could be resumed."""
+    asked: list[list[str]] = []
+    folder = tmp_path / "run"
+
+    def supervised(command: Callable[[], list[str]], **options: object) -> int:
+        asked.append(command())
+        folder.mkdir()  # as a process does that dies right after it has claimed its folder
+        asked.append(command())
+        assert not folder.exists(), "the next one claims it again"
+        folder.mkdir()
+        (folder / "config.yaml").touch()
+        asked.append(command())
+        return 0
+
+    monkeypatch.setattr("drumroll.pipelines.supervise.supervise", supervised)
+    monkeypatch.setattr("drumroll.pipelines.job.prepare", lambda cfg: None)
+    assert _supervised(SimpleNamespace(run_dir=folder, name="x"), ["run.yaml"]) == 0
+    assert [command[3] for command in asked] == ["train", "train", "resume"]
+    assert asked[0][4:] == ["run.yaml", f"run_dir={folder}"]
+    assert asked[2][4:] == [str(folder)]

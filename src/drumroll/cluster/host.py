@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -123,6 +124,13 @@ def fill(template: Any, values: Sequence[Any]) -> Any:
     return template
 
 
+def _is_foreign(filename: str) -> bool:
+    """Whether a source file is a library's, or this one, and not drumroll's or the user's."""
+    if f"{os.sep}drumroll{os.sep}" in filename:
+        return filename == __file__
+    return filename.startswith((sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<"))
+
+
 def free_port(address: str) -> int:
     """A port that nobody listens on at the moment."""
     with socket.socket() as probe:
@@ -167,7 +175,7 @@ class Host:
             return Whereabouts("", 0.0, "", False)
         method, began, thread = computing
         frames = traceback.extract_stack(sys._current_frames().get(thread))
-        own = [frame for frame in frames if f"{os.sep}drumroll{os.sep}" in frame.filename and frame.filename != __file__]
+        own = [frame for frame in frames if not _is_foreign(frame.filename)]
         innermost = (own or frames)[-1:]
         place = "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}, in {frame.name}" for frame in innermost)
         waits = any(DISTRIBUTED in frame.filename for frame in frames)
