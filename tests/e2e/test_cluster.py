@@ -127,10 +127,9 @@ class TestReferences:
         parts = echo.refs(0, 2, "split", 2)
         assert echo.shards("add", parts) == [[0, 0], [0, 1]]
         (only,) = echo.refs(1, 1, "split", 1)
-        only.wait()
         assert asyncio.run(only.value()) == [1, 0]
         with pytest.raises(WorkerError, match=r"environment rank 1 on node \w+: no answer to nap\(\) within 0.1 s"):
-            echo.ref(1, "nap", 0.3).wait(deadline_s=0.1)
+            echo.ref(1, "nap", 0.3).fetch(deadline_s=0.1)
         with pytest.raises(WorkerError, match="was to return a list of 3 values and returned 2 values"):
             echo.refs(0, 3, "split", 2)[0].fetch()
 
