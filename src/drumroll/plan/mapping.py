@@ -344,6 +344,8 @@ def stage_memory(plan: Plan, shapes: Mapping[Role, Shape], config: RunConfig, po
             use = _use(role, stage, shape, plan, config, pool)
             if not _works(role, stage, config):
                 use = waiting(use, offloads=leaves, keeps_cache=not leaves)
+                if role == "actor_infer" and isinstance(config, RlConfig) and hasattr(config.engine, "memory_share"):
+                    use = replace(use, host=2 * use.host)  # packages have each piece rounded up to a power of two
             elif stage == "sync" and role == "actor_infer" and leaves:
                 use = replace(use, cache=0)  # which comes back when generation goes on
             uses[stage] = use

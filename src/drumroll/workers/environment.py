@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,7 @@ class EnvironmentWorker:
         """(sample, attempt) of every episode → done when nobody wants it any more."""
         self._results: list[Trajectory] = []
         self._news = asyncio.Event()
+        self._idle = asyncio.Event()
 
     async def connect(self, engines: Sequence[Handle], reward_workers: Sequence[Handle] = ()) -> None:
         """Say where replies and pooled rewards come from; comes before the first lease."""
@@ -108,9 +110,10 @@ class EnvironmentWorker:
         """Start an episode for each; returns when all have begun, and does not wait for their ends."""
         for number, lease in enumerate(leases, 1):
             unwanted = self._unwanted[lease.sample_id, lease.attempt] = asyncio.get_running_loop().create_future()
+            self._idle.clear()
             task = asyncio.create_task(self._run(lease, unwanted))
             self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            task.add_done_callback(self._end)
             if number % STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
@@ -125,14 +128,16 @@ class EnvironmentWorker:
     async def poll(self, wait_s: float, linger_s: float = 0.0) -> tuple[WorkerReport, list[Trajectory]]:
         """Results since the last poll: a report for the controller, and the block that it passes on by reference.
 
-        Waits for the first one up to `wait_s`, then `linger_s` for more, so that results travel in batches."""
+        Waits for the first one up to `wait_s`, then `linger_s` for more where there will be more, so that results travel in batches."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
         except TimeoutError:
             return WorkerReport([], time.process_time()), []
         if self._running:
-            await asyncio.sleep(linger_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(linger_s):
+                    await self._idle.wait()
         results, self._results = self._results, []
         self._news.clear()
         return WorkerReport([SampleInfo.of(trajectory) for trajectory in results], time.process_time()), results
@@ -167,6 +172,11 @@ class EnvironmentWorker:
         """End what runs beside this process."""
         await self._endpoint.close()
         await end_processes()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not self._running:
+            self._idle.set()
 
     async def _run(self, lease: Lease, unwanted: asyncio.Future[None]) -> None:
         result = await run_episode(lease, self._stage, unwanted)
