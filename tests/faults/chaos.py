@@ -132,16 +132,17 @@ def frozen(folder: Path, minutes: float) -> dict[str, Any]:
 
 
 def moody(folder: Path, minutes: float) -> dict[str, Any]:
-    """Asynchronous, as runs with slow and unreliable environments are; failing attempts take a second each."""
+    """Asynchronous, as runs with slow and unreliable environments are. An attempt that hangs takes a second, which is about as long as a
+    step."""
     changes = {
-        "max_steps": 60,
+        "max_steps": 40,
         "plugins": ["./tests/faults/moody.py"],
         "rollout": {
             "max_staleness": 2,
             "env_deadline_s": 1.0,
             "reward_deadline_s": 1.0,
             "num_env_workers": 1,
-            "groups_per_step": 2 * GROUPS,
+            "groups_per_step": 4 * GROUPS,
         },
         "algo": {"correction": {"kind": "truncated_is"}},
     }

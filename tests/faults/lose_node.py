@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
             "rollout": {"num_env_workers": 2},
             "warmup": None,
             "data": {"heldout": None},
-            "max_steps": 200,
+            "max_steps": 1000,  # Ray takes a quarter of a minute to believe that a node is gone
         }
         outcome = sabotaged(tiny_tree(folder, **changes), plan)
     outcome.check_samples(6, 4)
