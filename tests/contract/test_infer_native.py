@@ -45,23 +45,29 @@ def requests(count: int) -> list[GenRequest]:
     ]
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["C", "torch"])
+def compiles(request: pytest.FixtureRequest) -> bool:
+    """Decoding by functions in C, and without them."""
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, object]:
+def alone(folder: Path, compiles: bool) -> dict[str, object]:
     """Every request by itself in the smallest engine."""
-    with engine(folder, num_slots=1, prefill_tokens=64) as driver:
+    with engine(folder, num_slots=1, prefill_tokens=64, compiles=compiles) as driver:
         return {request.id: fingerprint(driver.generate(request)[0]) for request in requests(40)}
 
 
 @pytest.mark.parametrize("num_slots", [7, 16, 32, 64])
-def test_bits_do_not_depend_on_the_number_of_slots(folder: Path, alone: dict[str, object], num_slots: int) -> None:
-    with engine(folder, num_slots=num_slots, prefill_tokens=64) as driver:
+def test_bits_do_not_depend_on_the_number_of_slots(folder: Path, compiles: bool, alone: dict[str, object], num_slots: int) -> None:
+    with engine(folder, num_slots=num_slots, prefill_tokens=64, compiles=compiles) as driver:
         driver.generate(*requests(40))
         assert {name: fingerprint(reply) for name, reply in driver.replies.items()} == alone
 
 
 @pytest.fixture(scope="module")
-def busy(folder: Path) -> Iterator[Driver]:
-    with engine(folder, num_slots=48, prefill_tokens=64) as driver:
+def busy(folder: Path, compiles: bool) -> Iterator[Driver]:
+    with engine(folder, num_slots=48, prefill_tokens=64, compiles=compiles) as driver:
         yield driver
 
 
@@ -84,13 +90,13 @@ def test_bits_do_not_depend_on_neighbours_arrival_or_slot(busy: Driver, alone: d
     assert {name: fingerprint(busy.replies[name]) for name in alone} == alone
 
 
-def test_bits_of_long_contexts_do_not_depend_on_longer_ones(tmp_path: Path) -> None:
+def test_bits_of_long_contexts_do_not_depend_on_longer_ones(tmp_path: Path, compiles: bool) -> None:
     """Prompts of several chunks beside longer ones, whose keys and values are read further."""
     heads = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     asked = [ask(f"{n}", prompt_of(length, seed=n), n, max_new_tokens=24) for n, length in enumerate((40, 190, 250, 260, 500, 700))]
     folder, found = make_model(tmp_path, **heads), []
     for num_slots in (1, 16):
-        with engine(folder, num_slots=num_slots, prefill_tokens=1024) as driver:
+        with engine(folder, num_slots=num_slots, prefill_tokens=1024, compiles=compiles) as driver:
             replies = driver.generate(*asked) if num_slots > 1 else [driver.generate(request)[0] for request in asked]
             found.append([fingerprint(reply) for reply in replies])
     assert found[0] == found[1]

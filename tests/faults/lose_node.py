@@ -29,6 +29,7 @@ def main(folder: Path) -> None:
             "warmup": None,
             "data": {"heldout": None},
             "max_steps": 1000,  # Ray takes a quarter of a minute to believe that a node is gone
+            "trainer": {"lr": 1e-5},  # or a policy that has settled on one reply soon has nothing to learn from any more
         }
         outcome = sabotaged(tiny_tree(folder, **changes), plan)
     outcome.check_samples(6, 4)

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "drumroll"
 
 LAYERS = {
-    "life": 0, "types": 0, "imports": 0, "errors": 0, "registry": 0,
+    "life": 0, "types": 0, "imports": 0, "cache": 0, "errors": 0, "registry": 0,
     "config": 1, "hub": 1, "luggage": 1, "child": 1, "sandbox": 1, "text": 1,
     "algo": 2, "rewards": 2, "plan": 2, "data": 2, "models": 2,
     "backends": 3, "envs": 3,

@@ -10,12 +10,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from drumroll.cache import cache_folder
 from drumroll.errors import ModelError
 
 FORMAT = 1
@@ -24,15 +24,10 @@ FORMAT = 1
 MANIFEST = "conversion.json"
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/drumroll/models`, or `~/.cache/drumroll/models`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumroll" / "models"
-
-
 def converted_folder(source: Path) -> Path:
     """The Hugging Face folder of a GGUF file. Example: `converted_folder(Path("model.gguf"))`."""
     checksum = file_checksum(source)
-    folder = cache_folder() / f"{source.stem}-{checksum[:16]}-{FORMAT}"
+    folder = cache_folder("models") / f"{source.stem}-{checksum[:16]}-{FORMAT}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f"{folder.name}.lock")):

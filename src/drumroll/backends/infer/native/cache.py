@@ -57,15 +57,29 @@ class SlotCache:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [R, kv_heads, Q, head_dim]; return what the rows attend over, [R, kv_heads, length, head_dim]."""
-        if layer_idx not in self.layers:
-            self.layers[layer_idx] = (self._allocate(keys), self._allocate(values))
-        stored = self.layers[layer_idx]
+        stored = self.stored(layer_idx, keys, values)
         index = self._index(keys.shape[1])
         for store, new in zip(stored, (keys, values), strict=True):
             store.view(-1, store.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
         if self._slots is None:
             return stored[0][: self._rows, :, : self._length], stored[1][: self._rows, :, : self._length]
         return stored[0][:, :, : self._length].index_select(0, self._slots), stored[1][:, :, : self._length].index_select(0, self._slots)
+
+    def stored(self, layer_idx: int, keys: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer. `keys` and `values` are examples of them, for their heads' numbers and sizes."""
+        if layer_idx not in self.layers:
+            self.layers[layer_idx] = (self._allocate(keys), self._allocate(keys if values is None else values))
+        return self.layers[layer_idx]
+
+    @property
+    def places(self) -> Tensor:
+        """[R, Q] where the next forward's tokens are written."""
+        return self._positions
+
+    @property
+    def num_columns(self) -> int:
+        """Positions that there is memory for, in a slot's keys of one head."""
+        return self.capacity + SPARE
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask for it when they are given no positions; the runner always gives them."""
@@ -88,7 +102,7 @@ class SlotCache:
         self.layers.clear()
 
     def _allocate(self, new: Tensor) -> Tensor:
-        return new.new_zeros(self.num_slots, new.shape[1], self.capacity + SPARE, new.shape[-1])
+        return new.new_zeros(self.num_slots, new.shape[1], self.num_columns, new.shape[-1])
 
     def _index(self, num_heads: int) -> Tensor:
         """[R * kv_heads * Q] rows of a store seen as [-1, head_dim]; computed once a forward, layers share it."""
@@ -96,7 +110,7 @@ class SlotCache:
             device = self._positions.device
             slots = torch.arange(self._rows, device=device) if self._slots is None else self._slots
             heads = slots[:, None] * num_heads + torch.arange(num_heads, device=device)
-            self._flat[num_heads] = (heads[:, :, None] * (self.capacity + SPARE) + self._positions[:, None, :]).flatten()
+            self._flat[num_heads] = (heads[:, :, None] * self.num_columns + self._positions[:, None, :]).flatten()
         return self._flat[num_heads]
 
 

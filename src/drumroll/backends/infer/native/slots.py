@@ -28,6 +28,7 @@ from torch import Tensor
 
 from drumroll.backends.infer.desk import Limits, limits_from, limits_of
 from drumroll.backends.infer.native.cache import LEAST_LENGTH, SlotCache
+from drumroll.backends.infer.native.compiled_model import open_lean
 from drumroll.backends.infer.native.layers import take_apart, why_not_taken_model
 from drumroll.backends.infer.native.lean import LeanModel
 from drumroll.backends.infer.native.runner import (
@@ -162,7 +163,7 @@ class SlotRunner(Runner):
         limits = limits_from(
             found.config.get("max_position_embeddings"), found.config["vocab_size"], ends, cfg.context_tokens, found.folder
         )
-        runner = cls(LeanModel(found.read(dtype, limits.context)), torch.device("cpu"), limits, cfg)
+        runner = cls(open_lean(found.read(dtype, limits.context), compiles=cfg.compiles), torch.device("cpu"), limits, cfg)
         runner._try_out(str(found.folder))
         return runner
 
@@ -175,7 +176,7 @@ class SlotRunner(Runner):
         with _refused_by(name):
             expected = own_logits(model, trial_tokens(limits.vocab_size, limits.context))
             optional = frozenset(name for name, _ in model.named_buffers())
-            own = WholeModel(model) if why_not_taken_model(model) else LeanModel(take_apart(model, limits.context))
+            own = WholeModel(model) if why_not_taken_model(model) else open_lean(take_apart(model, limits.context), compiles=cfg.compiles)
         runner = cls(own, model.device, limits, cfg)
         runner.optional = optional
         refuse_other_logits(name, runner._try_out(name), expected, own.dtype)

@@ -1,0 +1,143 @@
+/* What a decode step of the Llama family does between its products of matrices, for the CPU, in float32.
+ *
+ * Every row is computed by itself, from its own position and no further, in an order that depends on nothing else: its bits are the same
+ * whatever the other rows are, and however many.
+ */
+
+#include <math.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* e^x for x <= 0, within a few units of the last place; 0 for what is smaller than a float32 can tell. */
+INLINE float exp_of(float x)
+{
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float rest = fmaf(n, -0.693145751953125f, x);
+    rest = fmaf(n, -1.42860677e-6f, rest);
+    float sum = 1.9875691e-4f;
+    sum = fmaf(sum, rest, 1.3981999e-3f);
+    sum = fmaf(sum, rest, 8.3334519e-3f);
+    sum = fmaf(sum, rest, 4.1665795e-2f);
+    sum = fmaf(sum, rest, 1.6666665e-1f);
+    sum = fmaf(sum, rest, 0.5f);
+    sum = fmaf(sum, rest * rest, rest + 1.0f);
+    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return x == -87.0f ? 0.0f : sum * power.value;
+}
+
+INLINE float dot(const float *a, const float *b, int64_t size)
+{
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++)
+        sum += a[i] * b[i];
+    return sum;
+}
+
+/* One head by the angles of its position, after its norm where it has one. */
+INLINE void turn(const float *head, const float *cos, const float *sin, const float *norm, float eps, float *out, int64_t dim)
+{
+    int64_t half = dim / 2;
+    float rate = norm ? 1.0f / sqrtf(dot(head, head, dim) / (float)dim + eps) : 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float first = head[i], second = head[half + i];
+        if (norm) {
+            first *= rate * norm[i];
+            second *= rate * norm[half + i];
+        }
+        out[i] = first * cos[i] - second * sin[i];
+        out[half + i] = second * cos[i] + first * sin[i];
+    }
+}
+
+/* One query over `length` keys and values that lie end to end; `shares` has room for as many numbers. */
+INLINE void attend_head(const float *query, const float *keys, const float *values, int64_t length, float scale, float *shares, float *out,
+                        int64_t dim)
+{
+    float highest = -INFINITY, total = 0.0f;
+    for (int64_t t = 0; t < length; t++)
+        shares[t] = scale * dot(query, keys + t * dim, dim);
+#pragma omp simd reduction(max : highest)
+    for (int64_t t = 0; t < length; t++)
+        highest = shares[t] > highest ? shares[t] : highest;
+#pragma omp simd reduction(+ : total)
+    for (int64_t t = 0; t < length; t++) {
+        shares[t] = exp_of(shares[t] - highest);
+        total += shares[t];
+    }
+    float sum[dim];
+    for (int64_t i = 0; i < dim; i++)
+        sum[i] = 0.0f;
+    for (int64_t t = 0; t < length; t++)
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++)
+            sum[i] += shares[t] * values[t * dim + i];
+    for (int64_t i = 0; i < dim; i++)
+        out[i] = sum[i] / total;
+}
+
+/* A new token of each row. Its queries, keys and values are in `qkv`, [rows, heads + 2 kv_heads, dim]; key and value are stored at its
+ * `place` in the row's slot of `keys` and `values`, [slots, kv_heads, columns, dim], and its queries, turned by the angles of its
+ * `position`, attend to all positions up to that. → `out`, [rows, heads, dim]. */
+struct shape {
+    int64_t heads, kv_heads, dim, columns;
+    float scale, eps;
+};
+
+INLINE void attend_rows(const struct shape *shape, int64_t rows, const float *qkv, const float *cos, const float *sin,
+                        const float *query_norm, const float *key_norm, const int64_t *positions, const int64_t *places, float *keys,
+                        float *values, float *shares, float *out, int64_t dim)
+{
+    int64_t groups = shape->heads / shape->kv_heads, slot = shape->columns * dim;
+    float turned[dim];
+    for (int64_t row = 0; row < rows; row++) {
+        const float *own = qkv + row * (shape->heads + 2 * shape->kv_heads) * dim;
+        const float *own_cos = cos + positions[row] * (dim / 2), *own_sin = sin + positions[row] * (dim / 2);
+        for (int64_t kv = 0; kv < shape->kv_heads; kv++) {
+            float *own_keys = keys + (row * shape->kv_heads + kv) * slot, *own_values = values + (row * shape->kv_heads + kv) * slot;
+            const float *value = own + (shape->heads + shape->kv_heads + kv) * dim;
+            turn(own + (shape->heads + kv) * dim, own_cos, own_sin, key_norm, shape->eps, own_keys + places[row] * dim, dim);
+            for (int64_t i = 0; i < dim; i++)
+                own_values[places[row] * dim + i] = value[i];
+            for (int64_t head = kv * groups; head < (kv + 1) * groups; head++) {
+                turn(own + head * dim, own_cos, own_sin, query_norm, shape->eps, turned, dim);
+                attend_head(turned, own_keys, own_values, positions[row] + 1, shape->scale, shares, out + (row * shape->heads + head) * dim,
+                            dim);
+            }
+        }
+    }
+}
+
+void attend(const struct shape *shape, int64_t rows, const float *qkv, const float *cos, const float *sin, const float *query_norm,
+            const float *key_norm, const int64_t *positions, const int64_t *places, float *keys, float *values, float *shares, float *out)
+{
+#define ATTEND(DIM) \
+    attend_rows(shape, rows, qkv, cos, sin, query_norm, key_norm, positions, places, keys, values, shares, out, DIM)
+    switch (shape->dim) { /* with a size that the compiler knows, sums stay in registers */
+    case 16: ATTEND(16); break;
+    case 32: ATTEND(32); break;
+    case 64: ATTEND(64); break;
+    case 128: ATTEND(128); break;
+    default: ATTEND(shape->dim);
+    }
+}
+
+/* residual += delta, where there is one; → out, its root mean square norm. */
+void add_and_norm(int64_t rows, int64_t width, float *residual, const float *delta, const float *weight, float eps, float *out)
+{
+    for (int64_t row = 0; row < rows; row++, residual += width, out += width) {
+        float squares = 0.0f;
+        if (delta) {
+            for (int64_t i = 0; i < width; i++)
+                residual[i] += delta[i];
+            delta += width;
+        }
+        squares = dot(residual, residual, width);
+        float rate = 1.0f / sqrtf(squares / (float)width + eps);
+        for (int64_t i = 0; i < width; i++)
+            out[i] = residual[i] * rate * weight[i];
+    }
+}
