@@ -35,6 +35,9 @@ from drumroll.errors import WeightSyncError
 
 CPU = torch.device("cpu")
 NUM_BUCKETS = 2
+FIRST_BYTES = 2 * 2**20
+"""Of the first bucket in shared memory; each later one may be twice as large as the one before. Readers begin early, and read on while
+more is written."""
 ALIGNMENT = 64
 POLL_S = 0.0005
 
@@ -94,7 +97,7 @@ class Outbox:
     """Buckets on their way out, on trainer rank 0, for one version."""
 
     def __init__(self, num_shared: int, group: Collective | None, bucket_bytes: int, deadline_s: float, device: str = "") -> None:
-        """With a `device`, buckets stay there."""
+        """With a `device`, buckets stay there. `bucket_bytes` is the most that one holds, unless a single tensor is larger."""
         self.num_shared = num_shared
         self.device = device
         self.group = group
@@ -135,11 +138,11 @@ class Outbox:
         """Copy a tensor into the bucket that is being filled, after sending that if it is full."""
         data = tensor.detach().reshape(-1)
         offset = math.ceil(self._used / ALIGNMENT) * ALIGNMENT
-        if self._entries and offset + data.nbytes > self.bucket_bytes:
+        if self._entries and offset + data.nbytes > self._room_bytes():
             self._flush()
             offset = 0
         if not self._entries:
-            self._claim(max(self.bucket_bytes, data.nbytes))
+            self._claim(max(self._room_bytes(), data.nbytes))
         buffer = self._buffers[self._count % NUM_BUCKETS]
         assert buffer is not None
         buffer[offset : offset + data.nbytes].copy_(data.view(torch.uint8))
@@ -170,6 +173,10 @@ class Outbox:
         while self._fds:
             os.close(self._fds.pop())
         self._buffers = [None] * NUM_BUCKETS
+
+    def _room_bytes(self) -> int:
+        """Of the bucket that is being filled."""
+        return self.bucket_bytes if self.device else min(self.bucket_bytes, FIRST_BYTES << min(self._count, 32))
 
     def _claim(self, num_bytes: int) -> None:
         """Wait until the bucket before last is free, and make its room large enough."""

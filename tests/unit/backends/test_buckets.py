@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drumroll.backends import buckets
 from drumroll.backends.buckets import NUM_BUCKETS, Inbox, Outbox, compare, digest
 from drumroll.backends.checksum import checksum
 from drumroll.errors import WeightSyncError
@@ -65,6 +66,21 @@ def test_memory_is_bounded_by_the_buckets() -> None:
     rooms = [buffer.nbytes for buffer in outbox._buffers if buffer is not None]
     outbox.close()
     assert rooms == [4096] * NUM_BUCKETS
+
+
+def test_buckets_begin_small_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "FIRST_BYTES", 4096)
+    outbox = Outbox(1, None, 20_000, 10.0)
+    claimed: list[int] = []
+    claim = outbox._claim
+    monkeypatch.setattr(outbox, "_claim", lambda num_bytes: (claimed.append(num_bytes), claim(num_bytes)))
+    with ThreadPoolExecutor(1) as pool:
+        receiver = pool.submit(receive, outbox, 0)
+        send(outbox, [(f"t{i}", torch.full((1000,), float(i))) for i in range(20)])
+        received, _ = receiver.result()
+    outbox.close()
+    assert claimed == [4096, 8192, 16384, *[20_000] * 4]
+    assert all(torch.equal(tensor, torch.full((1000,), float(i))) for i, (_, tensor) in enumerate(received))
 
 
 def test_a_reader_that_leaves_early_stops_nobody() -> None:
