@@ -41,7 +41,7 @@ def load(source: Path) -> ctypes.CDLL | None:
         except OSError:  # damaged
             library.unlink()
             return ctypes.CDLL(str(_library(source, compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
         said = getattr(error, "stderr", None) or error
         logger.warning("%s is not used: '%s' did not compile it: %s", source.name, compiler, said)
         return None

@@ -1,7 +1,7 @@
 """A `LeanModel` whose decode steps go through functions in C (`decode.c`), on the CPU in float32.
 
 With one new token a row, torch's own calls take longer to be called than to compute, and its products multiply every row with as many
-keys as the longest has. Here all of a layer but its products is two calls, and a row reads no more keys and values than it has.
+keys as the longest has. Here all of a layer but its products is four calls, and a row reads no more keys and values than it has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from drumroll.backends.compiled import load
 from drumroll.backends.infer.native.cache import SlotCache
@@ -46,11 +45,12 @@ class CompiledModel(LeanModel):
 
     def __init__(self, parts: Parts, functions: ctypes.CDLL) -> None:
         super().__init__(parts)
-        self._attend, self._add_and_norm = functions.attend, functions.add_and_norm
+        self._attend, self._add_and_norm, self._gate = functions.attend, functions.add_and_norm, functions.gate
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._attend.argtypes = [pointer, number, *(pointer,) * 11]
         self._add_and_norm.argtypes = [number, number, pointer, pointer, pointer, ctypes.c_float, pointer]
-        self._attend.restype = self._add_and_norm.restype = None
+        self._gate.argtypes = [number, number, pointer, pointer]
+        self._attend.restype = self._add_and_norm.restype = self._gate.restype = None
         self._like = torch.empty(0, self.num_kv_heads, 0, self.head_dim)
 
     def next_logits(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
@@ -68,8 +68,10 @@ class CompiledModel(LeanModel):
             own = (qkv, self.cos, self.sin, *head_norms, *where, *cache.stored(number, self._like), shares, gathered)
             self._attend(ctypes.byref(shape), num_rows, *map(_address, own))
             self._norm(residual, products.out(gathered), layer.before_mlp, hidden)
-            gate, up = products.gate_up(hidden).chunk(2, dim=-1)
-            self._norm(residual, products.down(silu(gate).mul_(up)), next_norm, hidden)
+            joint = products.gate_up(hidden)
+            opened = joint.new_empty(num_rows, joint.shape[1] // 2)
+            self._gate(*opened.shape, _address(joint), _address(opened))
+            self._norm(residual, products.down(opened), next_norm, hidden)
         return self._head(hidden)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:

@@ -141,3 +141,15 @@ void add_and_norm(int64_t rows, int64_t width, float *residual, const float *del
             out[i] = residual[i] * rate * weight[i];
     }
 }
+
+/* [rows, 2 inner], gates before what they let through → out, [rows, inner]: gate / (1 + e^-gate) * through. */
+void gate(int64_t rows, int64_t inner, const float *joint, float *out)
+{
+    for (int64_t row = 0; row < rows; row++, joint += 2 * inner, out += inner) {
+#pragma omp simd
+        for (int64_t i = 0; i < inner; i++) {
+            float own = joint[i], power = exp_of(own < 0.0f ? own : -own);
+            out[i] = own * (own < 0.0f ? power : 1.0f) / (1.0f + power) * joint[inner + i];
+        }
+    }
+}
