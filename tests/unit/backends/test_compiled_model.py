@@ -11,8 +11,10 @@ from torch import Tensor
 from drumroll.backends import compiled
 from drumroll.backends.infer.native.cache import SlotCache
 from drumroll.backends.infer.native.compiled_model import CompiledModel, open_lean
+from drumroll.backends.infer.native.decode import Decode
 from drumroll.backends.infer.native.lean import LeanModel
 from drumroll.backends.llama_folder import Parts, Shape
+from drumroll.backends.sampling import processed_logp, sample, uniform
 
 pytestmark = pytest.mark.skipif(compiled.find_compiler() is None, reason="needs a C compiler")
 
@@ -26,6 +28,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow": {"num_heads": 4, "num_kv_heads": 4, "head_dim": 6},
     "of no common size": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 50},
 }
+
+
+def functions() -> Decode:
+    decode = Decode.open()
+    assert decode is not None, "decode.c compiles wherever there is a compiler"
+    return decode
 
 
 def parts(num_heads: int, num_kv_heads: int, head_dim: int, *, has_bias: bool = False, has_norms: bool = False) -> Parts:
@@ -75,7 +83,7 @@ def decoded(model: LeanModel, cache: SlotCache, tokens: Tensor, positions: Tenso
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 @pytest.mark.parametrize("extra", [{}, {"has_bias": True}, {"has_norms": True}], ids=["plain", "biases", "norms"])
 def test_logits_keys_and_values_are_those_of_torch(shape: dict[str, Any], extra: dict[str, bool]) -> None:
-    plain, fast = open_lean(parts(**shape, **extra), compiles=False), open_lean(parts(**shape, **extra), compiles=True)
+    plain, fast = open_lean(parts(**shape, **extra), None), open_lean(parts(**shape, **extra), functions())
     assert not isinstance(plain, CompiledModel)
     assert isinstance(fast, CompiledModel)
     caches = [filled(model) for model in (plain, fast)]
@@ -93,7 +101,7 @@ def test_logits_keys_and_values_are_those_of_torch(shape: dict[str, Any], extra:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 def test_a_row_has_the_same_bits_among_any_others(shape: dict[str, Any]) -> None:
     """Whatever they hold, wherever they stand, and whatever lies behind the row's own position."""
-    model = open_lean(parts(**shape), compiles=True)
+    model = open_lean(parts(**shape), functions())
     tokens, positions = torch.arange(NUM_SLOTS), torch.arange(NUM_SLOTS) * 3
     expected = decoded(model, filled(model), tokens, positions)
     for row in (0, 5, 15):
@@ -110,7 +118,7 @@ def test_a_row_has_the_same_bits_among_any_others(shape: dict[str, Any]) -> None
 def test_shares_of_attention_are_exact_enough_over_long_and_uneven_scores() -> None:
     """Scores far apart, where e to their power is 0, and close together, where all count."""
     for scale in (1e-3, 1.0, 30.0):
-        models = [open_lean(parts(2, 2, 32), compiles=compiles) for compiles in (False, True)]
+        models = [open_lean(parts(2, 2, 32), decode) for decode in (None, functions())]
         caches = [filled(model) for model in models]
         for cache in caches:
             for keys, _ in cache.layers.values():
@@ -120,8 +128,8 @@ def test_shares_of_attention_are_exact_enough_over_long_and_uneven_scores() -> N
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = open_lean(parts(2, 2, 32), compiles=True)
+def test_what_is_not_finite_shows() -> None:
+    model = open_lean(parts(2, 2, 32), functions())
     cache = filled(model)
     cache.layers[0][0][3] = torch.nan
     logits = decoded(model, cache, torch.arange(16), torch.full((16,), 9))
@@ -132,4 +140,36 @@ def test_what_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_numbers_than_float32_are_left_to_torch() -> None:
     narrow = parts(2, 2, 32)
     weights = {name: tensor.bfloat16() for name, tensor in narrow.weights.items()}
-    assert not isinstance(open_lean(Parts(narrow.shape, weights, narrow.cos, narrow.sin), compiles=True), CompiledModel)
+    assert not isinstance(open_lean(Parts(narrow.shape, weights, narrow.cos, narrow.sin), functions()), CompiledModel)
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 500, 50_000])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
+def test_tokens_are_drawn_as_torch_draws_them(size: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(size)
+    rows = 64
+    logits = spread * torch.randn(rows, size, generator=generator)
+    logits[1, : size // 2] = -torch.inf
+    temperature = torch.tensor([1.0, 0.7, 1.5, 0.0]).repeat(rows // 4)
+    seeds, index = torch.randint(-(2**62), 2**62, (rows,), generator=generator), torch.arange(rows)
+    ids, logp = functions().draw(logits, temperature, seeds, index)
+    expected = processed_logp(logits, temperature, torch.ones(rows), torch.zeros(rows, dtype=torch.int64), truncates=False)
+    assert torch.equal(ids, sample(expected, uniform(seeds, index), temperature == 0))
+    torch.testing.assert_close(logp, expected.gather(-1, ids[:, None])[:, 0], rtol=1e-5, atol=2e-5)
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    logits = torch.full((4096, 70), -torch.inf)
+    logits[:, 66] = 0.0
+    ids, logp = functions().draw(logits, torch.ones(4096), torch.arange(4096) * 7919, torch.arange(4096))
+    assert (ids == 66).all()
+    assert (logp == 0.0).all()
+
+
+def test_a_draw_from_what_is_no_number_is_none() -> None:
+    logits = torch.zeros(2, 70)
+    logits[1, 5] = torch.nan
+    ids, logp = functions().draw(logits, torch.ones(2), torch.arange(2), torch.arange(2))
+    assert logp[0].isfinite()
+    assert logp[1].isnan()
+    assert 0 <= int(ids[1]) < 70

@@ -1,4 +1,4 @@
-/* What a decode step of the Llama family does between its products of matrices, for the CPU, in float32.
+/* What a decode step of the Llama family does between its products of matrices, and the draw of its tokens, for the CPU, in float32.
  *
  * Every row is computed by itself, from its own position and no further, in an order that depends on nothing else: its bits are the same
  * whatever the other rows are, and however many.
@@ -151,5 +151,70 @@ void gate(int64_t rows, int64_t inner, const float *joint, float *out)
             float own = joint[i], power = exp_of(own < 0.0f ? own : -own);
             out[i] = own * (own < 0.0f ? power : 1.0f) / (1.0f + power) * joint[inner + i];
         }
+    }
+}
+
+/* The hash of `uniform` in sampling.py. */
+INLINE uint64_t mixed(uint64_t bits)
+{
+    bits += UINT64_C(0x9E3779B97F4A7C15);
+    bits = (bits ^ bits >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
+    bits = (bits ^ bits >> 27) * UINT64_C(0x94D049BB133111EB);
+    return bits ^ bits >> 31;
+}
+
+#define BLOCK 64
+
+/* The token of a row whose cumulated `powers` first exceed `target`; of a block's sums, `blocks`, the same. */
+INLINE int64_t first_beyond(double target, const float *powers, const double *blocks, int64_t size)
+{
+    double below = 0.0;
+    int64_t block = 0, last = (size - 1) / BLOCK, likeliest = 0;
+    while (block < last && below + blocks[block] <= target)
+        below += blocks[block++];
+    for (int64_t i = block * BLOCK; i < size; i++) {
+        below += powers[i];
+        if (below > target && powers[i] > 0.0f)
+            return i;
+    }
+    for (int64_t i = 1; i < size; i++) /* rounding has left nothing beyond the target */
+        likeliest = powers[i] > powers[likeliest] ? i : likeliest;
+    return likeliest;
+}
+
+/* `processed_logp` and `sample` of sampling.py for rows without top-k and top-p. [rows, size] logits → the token drawn of each row, and its
+ * log-probability. A temperature of 0 takes the likeliest. `powers` has room for a row, `blocks` for one number of every block of it. */
+void draw(int64_t rows, int64_t size, const float *logits, const float *temperature, const int64_t *seeds, const int64_t *index, float *powers,
+          double *blocks, int64_t *ids, float *logp)
+{
+    for (int64_t row = 0; row < rows; row++, logits += size) {
+        int is_greedy = temperature[row] == 0.0f;
+        float heat = is_greedy ? 1.0f : temperature[row], highest = -INFINITY;
+        int64_t chosen = 0;
+#pragma omp simd reduction(max : highest)
+        for (int64_t i = 0; i < size; i++)
+            highest = logits[i] > highest ? logits[i] : highest;
+        highest /= heat;
+        double total = 0.0;
+        for (int64_t start = 0; start < size; start += BLOCK) {
+            int64_t end = start + BLOCK < size ? start + BLOCK : size;
+            double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = start; i < end; i++) {
+                powers[i] = exp_of(logits[i] / heat - highest);
+                sum += powers[i];
+            }
+            blocks[start / BLOCK] = sum;
+            total += sum;
+        }
+        if (is_greedy) {
+            while (chosen < size - 1 && logits[chosen] < highest)
+                chosen++;
+        } else {
+            uint64_t bits = mixed(mixed((uint64_t)seeds[row]) + (uint64_t)index[row] * UINT64_C(0x9E3779B97F4A7C15));
+            chosen = first_beyond((double)(bits >> 11) * 0x1p-53 * total, powers, blocks, size);
+        }
+        ids[row] = chosen;
+        logp[row] = logits[chosen] / heat - highest - (float)log(total);
     }
 }

@@ -29,6 +29,7 @@ from torch import Tensor
 from drumroll.backends.infer.desk import Limits, limits_from, limits_of
 from drumroll.backends.infer.native.cache import LEAST_LENGTH, SlotCache
 from drumroll.backends.infer.native.compiled_model import open_lean
+from drumroll.backends.infer.native.decode import Decode
 from drumroll.backends.infer.native.layers import take_apart, why_not_taken_model
 from drumroll.backends.infer.native.lean import LeanModel
 from drumroll.backends.infer.native.runner import (
@@ -108,6 +109,10 @@ def cache_length(size: int) -> int:
     return bucket(max(size, LEAST_LENGTH), 16)
 
 
+def _functions(cfg: Native.Config) -> Decode | None:
+    return Decode.open() if cfg.compiles else None
+
+
 def _rows(size: int) -> int:
     """Rows of a decode step over the first `size` slots."""
     return -(-size // ROW_STEP) * ROW_STEP
@@ -140,6 +145,7 @@ class SlotRunner(Runner):
         # One column for each slot; columns are written when a request enters or leaves, and advance on the device.
         self._ints = torch.zeros(6, self.num_rows, dtype=torch.int64, device=self.device)  # token position index active seed top_k
         self._floats = torch.ones(2, self.num_rows, dtype=torch.float32, device=self.device)  # temperature top_p
+        self._functions = _functions(cfg) if device.type == "cpu" else None
         self._free = list(range(cfg.num_slots))
         self._resting: dict[str, Rest] = {}
         """Slots that keep what a session's last request left, by session, the longest at rest first."""
@@ -163,7 +169,7 @@ class SlotRunner(Runner):
         limits = limits_from(
             found.config.get("max_position_embeddings"), found.config["vocab_size"], ends, cfg.context_tokens, found.folder
         )
-        runner = cls(open_lean(found.read(dtype, limits.context), compiles=cfg.compiles), torch.device("cpu"), limits, cfg)
+        runner = cls(open_lean(found.read(dtype, limits.context), _functions(cfg)), torch.device("cpu"), limits, cfg)
         runner._try_out(str(found.folder))
         return runner
 
@@ -176,7 +182,7 @@ class SlotRunner(Runner):
         with _refused_by(name):
             expected = own_logits(model, trial_tokens(limits.vocab_size, limits.context))
             optional = frozenset(name for name, _ in model.named_buffers())
-            own = WholeModel(model) if why_not_taken_model(model) else open_lean(take_apart(model, limits.context), compiles=cfg.compiles)
+            own = WholeModel(model) if why_not_taken_model(model) else open_lean(take_apart(model, limits.context), _functions(cfg))
         runner = cls(own, model.device, limits, cfg)
         runner.optional = optional
         refuse_other_logits(name, runner._try_out(name), expected, own.dtype)
@@ -370,14 +376,28 @@ class SlotRunner(Runner):
         reach = cache_length(shape.num_positions)
         self.cache.aim(num_rows, torch.where(active > 0, position, self.cache.waste)[:, None], reach)
         logits = self.model.next_logits(token[:, None], position[:, None], self._mask(position[:, None], reach), self.cache)
-        logp = processed_logp(logits, temperature, top_p, top_k, truncates=shape.truncates)
-        ids = sample(logp, uniform(seed, index), temperature == 0 if shape.greedy else None)
-        chosen = logp.gather(-1, ids[:, None])[:, 0]
+        ids, chosen = self._drawn(logits, shape, temperature, top_p, top_k, seed, index)
         token.copy_(ids)
         position += active
         index += active
         host_ids, host_logp = torch.stack((ids.double(), chosen.double()))[:, :, None].tolist()  # the only wait for the device
         return Sampled([[int(i) for i in line] for line in host_ids], host_logp)
+
+    def _drawn(
+        self, logits: Tensor, shape: DecodeShape, temperature: Tensor, top_p: Tensor, top_k: Tensor, seed: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[R] tokens and [R] their log-probabilities. How a row draws depends on its own settings alone."""
+        functions = self._functions if logits.dtype == torch.float32 else None
+        if functions is not None and not shape.truncates:
+            return functions.draw(logits, temperature, seed, index)
+        logp = processed_logp(logits, temperature, top_p, top_k, truncates=shape.truncates)
+        ids = sample(logp, uniform(seed, index), temperature == 0 if shape.greedy else None)
+        chosen = logp.gather(-1, ids[:, None])[:, 0]
+        if functions is None:
+            return ids, chosen
+        is_whole = (top_k == 0) & (top_p >= 1)
+        drawn = functions.draw(logits, temperature, seed, index)
+        return torch.where(is_whole, drawn[0], ids), torch.where(is_whole, drawn[1], chosen)
 
     def _mask(self, positions: Tensor, reach: int) -> Tensor:
         """[R, 1, Q, reach]: 0 for what tokens at `positions` [R, Q] see, -inf for the rest."""
