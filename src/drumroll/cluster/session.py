@@ -52,7 +52,7 @@ CPU_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     # Where a role is given more threads, those that wait sleep before long: spinning, they would take the cores from those that they wait
     # for. From one product to the next, microseconds later, it pays to stay awake.
-    "GOMP_SPINCOUNT": "3000",
+    "GOMP_SPINCOUNT": "100000",
     # Memory that a pass gives back is what the next one asks for: returned to the system in between, every page of it would be a fault,
     # which costs a tenth of an update.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
