@@ -20,7 +20,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 
 install: $(INSTALLED)  ## Make .venv with the exact versions of requirements.lock
 
-demo: install  ## Train a tiny model by RL on the CPU and show what it learnt (about 3 minutes)
+demo: install  ## Train a tiny model by RL on the CPU and show what it learnt (about 2 minutes)
 	$(BIN)/drumroll train recipes/quickstart.yaml
 
 test: install lint types unit  ## Everything that CI runs: lint, strict types, all tests
