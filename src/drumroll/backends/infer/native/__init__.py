@@ -55,8 +55,8 @@ class Native(InferBackend):
         """On the CPU. More than one pays where an engine has several cores to itself: where it is the only one (`devices`), and updates
         wait for it (`rollout.max_staleness: 0`)."""
         compiles: bool = True
-        """On the CPU, decode models of the Llama family in float32 by functions in C, which the machine's compiler (`cc`) compiles
-        once, in a second. Without a compiler torch computes the same, up to rounding, and more slowly."""
+        """On the CPU in float32, draw tokens and decode models of the Llama family by functions in C, which the machine's compiler
+        (`cc`) compiles once, in a second. Without a compiler torch computes the same, up to rounding, and more slowly."""
 
     config: Config
 

@@ -79,9 +79,6 @@ INLINE void attend_head(const float *query, const float *keys, const float *valu
         out[i] = sum[i] / total;
 }
 
-/* A new token of each row. Its queries, keys and values are in `qkv`, [rows, heads + 2 kv_heads, dim]; key and value are stored at its
- * `place` in the row's slot of `keys` and `values`, [slots, kv_heads, columns, dim], and its queries, turned by the angles of its
- * `position`, attend to all positions up to that. → `out`, [rows, heads, dim]. */
 struct shape {
     int64_t heads, kv_heads, dim, columns;
     float scale, eps;
@@ -111,6 +108,9 @@ INLINE void attend_rows(const struct shape *shape, int64_t rows, const float *qk
     }
 }
 
+/* A new token of each row. Its queries, keys and values are in `qkv`, [rows, heads + 2 kv_heads, dim]; key and value are stored at its
+ * `place` in the row's slot of `keys` and `values`, [slots, kv_heads, columns, dim], and its queries, turned by the angles of its
+ * `position`, attend to all positions up to that. → `out`, [rows, heads, dim]. */
 void attend(const struct shape *shape, int64_t rows, const float *qkv, const float *cos, const float *sin, const float *query_norm,
             const float *key_norm, const int64_t *positions, const int64_t *places, float *keys, float *values, float *shares, float *out)
 {
@@ -129,14 +129,12 @@ void attend(const struct shape *shape, int64_t rows, const float *qkv, const flo
 void add_and_norm(int64_t rows, int64_t width, float *residual, const float *delta, const float *weight, float eps, float *out)
 {
     for (int64_t row = 0; row < rows; row++, residual += width, out += width) {
-        float squares = 0.0f;
         if (delta) {
             for (int64_t i = 0; i < width; i++)
                 residual[i] += delta[i];
             delta += width;
         }
-        squares = dot(residual, residual, width);
-        float rate = 1.0f / sqrtf(squares / (float)width + eps);
+        float rate = 1.0f / sqrtf(dot(residual, residual, width) / (float)width + eps);
         for (int64_t i = 0; i < width; i++)
             out[i] = residual[i] * rate * weight[i];
     }
